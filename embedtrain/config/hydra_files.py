@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import omegaconf._utils
@@ -198,13 +198,13 @@ def _copied(group: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def uncopied_store() -> Iterator[None]:
-    """Within the block, Hydra does not copy its store: half of the time of a composition, as it copies what it loads."""
+    """Within the block, Hydra does not copy its store: it copies what it loads. Saves a third of a composition."""
     store = ConfigStore.instance()
-    store.__deepcopy__ = lambda _: store
+    vars(store)["__deepcopy__"] = lambda _: store
     try:
         yield
     finally:
-        del store.__deepcopy__
+        del vars(store)["__deepcopy__"]
 
 
 @contextmanager
@@ -322,12 +322,12 @@ def register_recipes(without_loss: bool) -> None:
         status = path.stat()
         state = (path, status.st_mtime_ns, status.st_size)
         stored_state, recipe, is_without_loss = _stored_recipes.get(path.stem, (None, None, False))
-        if stored_state != state:
-            recipe = OmegaConf.load(path)
-        elif is_without_loss == without_loss:
+        if (stored_state, is_without_loss) == (state, without_loss):
             continue
-        assert isinstance(recipe, DictConfig)
-        node = OmegaConf.masked_copy(recipe, [name for name in recipe if name != "loss"]) if without_loss else recipe
+        if recipe is None or stored_state != state:
+            recipe = cast("DictConfig", OmegaConf.load(path))
+        kept = [str(name) for name in recipe if name != "loss" or not without_loss]
+        node = OmegaConf.masked_copy(recipe, kept)
         store.store(group="recipe", name=path.stem, node=node, package="_global_")
         _stored_recipes[path.stem] = state, recipe, without_loss
 

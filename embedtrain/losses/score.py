@@ -15,6 +15,7 @@ from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.config.losses import VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, Similarity
+from embedtrain.errors import ModelError
 from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
 from embedtrain.losses.types import BatchInfo
@@ -107,9 +108,15 @@ class Score(ABC):
         """The representations by their names in sentence-transformers, the main one first."""
         return {SENTENCE_EMBEDDING if part.sizes is None else TOKEN_EMBEDDINGS: part}
 
+    def _without_search(self) -> ModelError:
+        return ModelError(
+            f"{type(self).__name__} compares texts in training only: it has no search_rows, exact and store, so its "
+            "model is neither evaluated nor searched with; docs/extending.md has a kind of model that is"
+        )
+
     def search_rows(self, values: Tensor, dimension: int | None = None) -> Tensor:
         """What an index and queries hold of the rows [R, D] of an encoder, or of their first dimensions."""
-        raise NotImplementedError(f"{type(self).__name__} has no search")
+        raise self._without_search()
 
     def search_part(self, part: Part) -> Part:
         """The texts of an encoder as queries of an index."""
@@ -117,14 +124,14 @@ class Score(ABC):
 
     def exact(self, first: Part, second: Part) -> Tensor:
         """Scores of n pairs of texts as the encoder returns them: float32 [n] on the CPU."""
-        raise NotImplementedError(f"{type(self).__name__} has no search")
+        raise self._without_search()
 
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> "DocumentStore":
         """An empty store of an index; `expected` is the final number of documents on this rank.
 
         Raises ConfigError if the index stores vectors in a way that this score cannot.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no search")
+        raise self._without_search()
 
 
 class TiledScore(Score):

@@ -10,7 +10,9 @@ from embedtrain import evaluate, train
 from embedtrain.config.compose import compose_recipe
 from embedtrain.config.losses import CustomConfig
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError
+from embedtrain.errors import ConfigError, ModelError
+from embedtrain.losses.encoded import Part
+from embedtrain.losses.score import Score
 from embedtrain.losses.types import Loss, LossOutput
 from embedtrain.testing import RandomBatch, check_loss, compare, distributions, measure
 from tests.conftest import ROOT
@@ -186,3 +188,20 @@ def test_errors_name_the_path(run_inputs, tmp_path, path, message):
             model=run_inputs / "model", data=rows(), output_dir=tmp_path, quiet=True, options=OPTIONS,
             loss={"name": "custom", "path": path},
         )  # fmt: skip
+
+
+class TrainedOnly(Score):
+    """Compares texts in training, and has no methods of search."""
+
+    def prepare(self, encoded):
+        return encoded
+
+    def compare(self, queries, documents, owners, counts):
+        return (queries.values[owners] * documents.values).sum(1)
+
+
+def test_a_score_without_search_says_so():
+    score, part = TrainedOnly(), Part(torch.zeros(1, 4))
+    for call in (lambda: score.search_rows(part.values), lambda: score.exact(part, part)):
+        with pytest.raises(ModelError, match=r"TrainedOnly compares texts in training only.*search_rows"):
+            call()

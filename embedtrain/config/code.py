@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,12 +34,21 @@ _named: set[str] = set()  # paths that a command line of this process has named
 
 
 def code_option(default: Any, *models: str, names: Iterable[str] = ()) -> Any:
-    """A field whose value makes code run: a path `module:name`, or true for the code of the models that `models` name.
+    """A field whose value can make code run: a path `module:name`, or true for the code of models.
 
-    `models` are fields of the same dataclass, as far as it has them: paths of models, and what else chooses their code,
-    such as a revision. `names` are values that name no code.
+    Args:
+        default: its default, which runs none.
+        models: fields of the same dataclass, as far as it has them, that choose the models whose code true allows:
+            their paths, and what else chooses their code, such as a revision.
+        names: all values that are no path, such as the modes of the package; they make no code run.
     """
-    return field(default=default, metadata={_RUNS_CODE: models, _NAMES: frozenset(names)})
+    return field(default=default, metadata={_RUNS_CODE: models, _NAMES: tuple(names)})
+
+
+def names_of(of_field: "Field[Any]") -> tuple[str, ...]:
+    """The values that an option has besides paths `module:name`, as `code_option` declares them."""
+    names: tuple[str, ...] = of_field.metadata.get(_NAMES, ())
+    return names
 
 
 def is_code_path(path: str) -> bool:
@@ -92,6 +101,7 @@ class CodeOption:
 
     name: str  # in full, such as data.train[0].loss.path
     value: Any
+    names: tuple[str, ...]  # values that make no code run
     models: Mapping[str, Any]  # options that choose the code that it allows, by full name, as far as they are set
 
 
@@ -100,10 +110,11 @@ def code_options(options: Any, prefix: str = "") -> Iterator[CodeOption]:
     for option in fields(options):
         value, name = getattr(options, option.name), f"{prefix}{option.name}"
         if _RUNS_CODE in option.metadata:
-            if value and value not in option.metadata[_NAMES]:
-                names = {other.name for other in fields(options)}
-                models = {other: getattr(options, other) for other in option.metadata[_RUNS_CODE] if other in names}
-                yield CodeOption(name, value, {f"{prefix}{other}": model for other, model in models.items() if model})
+            if value and value not in names_of(option):
+                others = {other.name for other in fields(options)}
+                models = {other: getattr(options, other) for other in option.metadata[_RUNS_CODE] if other in others}
+                chosen = {f"{prefix}{other}": model for other, model in models.items() if model}
+                yield CodeOption(name, value, names_of(option), chosen)
         elif is_dataclass(value):
             yield from code_options(value, f"{name}.")
         elif isinstance(value, list):

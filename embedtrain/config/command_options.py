@@ -6,7 +6,7 @@ from typing import Any
 from embedtrain.config.checks import check_model
 from embedtrain.config.code import code_option
 from embedtrain.config.evaluation import Backend, EvaluationSet, IndexConfig, Unshard
-from embedtrain.config.kinds import kind_of_pairs
+from embedtrain.config.kinds import KINDS, kind_of_pairs
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.options import LENGTH, SEED, check_values, declare, option
 from embedtrain.config.parsing import parse_items
@@ -65,7 +65,8 @@ class BaseOptions(TrustOptions):
 class KindOptions:
     """What a directory is read as."""
 
-    kind: str | None = None  # of the model, also `module:Class` of a module of your own; default: what its files say
+    # of the model, also `module:Class` of a module of your own; default: what its files say
+    kind: str | None = code_option(None, names=KINDS)
 
 
 @dataclass(kw_only=True)

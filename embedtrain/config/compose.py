@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path, PurePath
@@ -26,8 +26,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.code import names_code, require_named_code
+from embedtrain.config.code import code_options, is_code_path, names_code, require_named_code
 from embedtrain.config.command_line import option_of, parse_command_line, quote, to_overrides, value_of
+from embedtrain.config.command_options import KindOptions
 from embedtrain.config.hydra_files import (
     GROUPS,
     HYDRA,
@@ -43,11 +44,11 @@ from embedtrain.config.hydra_files import (
     register_recipes,
     uncopied_store,
 )
-from embedtrain.config.kinds import kinds, load_kind, trust_kind
+from embedtrain.config.kinds import Kind, kinds, load_kind, trust_kind
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig
-from embedtrain.config.names import check_reranker_loss, explain_unknown
+from embedtrain.config.names import check_reranker_loss, explain_no_name, explain_unknown
 from embedtrain.config.options import check_values
 from embedtrain.config.parsing import (
     escape_interpolations,
@@ -112,10 +113,17 @@ def compose_recipe(arguments: Sequence[str]) -> Recipe:
     return recipe
 
 
-def compose_command(name: str, kind: type[Options], arguments: Sequence[str], help_text: str) -> Options:
+def compose_command(
+    name: str,
+    kind: type[Options],
+    arguments: Sequence[str],
+    help_text: str,
+    check_use: Callable[[Options], object] | None = None,
+) -> Options:
     """The options of `embedtrain NAME`, with checked names, types and single values; the user names code that runs.
 
-    `--help` prints `help_text`, as `render_help` says.
+    `--help` prints `help_text`, as `render_help` says. `check_use` raises a ConfigError for an option that has no
+    effect: what an option is for comes before its limits.
     """
     command_line = parse_command_line(arguments, kind, multirun=False)
     if command_line.config_dir is not None:
@@ -125,10 +133,12 @@ def compose_command(name: str, kind: type[Options], arguments: Sequence[str], he
         config, _ = _compose(name, command_line.overrides, kind)
     _print_if_asked(command_line, config, kind, help_text)
     options = _to_dataclass(config, kind)
-    if names_code("kind", vars(options).get("kind"), command_line.overrides):
-        trust_kind(vars(options)["kind"], "kind")
+    if check_use is not None:
+        check_use(options)
+    if isinstance(options, KindOptions) and options.kind is not None:
+        _kind("kind", options.kind, command_line.overrides)
     check_values(options)
-    return require_named_code(options, command_line.overrides)
+    return _with_named_code(options, command_line.overrides)
 
 
 def to_recipe(config: DictConfig) -> Recipe:
@@ -205,7 +215,20 @@ def _compose_recipes(arguments: Sequence[str], *, multirun: bool) -> list[Recipe
         values = {option_of(override): override.partition("=")[2] for override in command_line.overrides}
         raise ConfigError(explain_hydra_error(error, values)) from None
     _print_if_asked(command_line, configs[0], Recipe, _HELP.replace("{choices}", _available_choices()))
-    return [require_named_code(to_recipe(config), overrides) for config, overrides in zip(configs, jobs, strict=True)]
+    return [_with_named_code(to_recipe(config), overrides) for config, overrides in zip(configs, jobs, strict=True)]
+
+
+def _with_named_code(options: Options, overrides: Sequence[str]) -> Options:
+    """`require_named_code`, after a ConfigError for a value that can name no code."""
+    for each in code_options(options):
+        if isinstance(each.value, str) and not is_code_path(each.value):
+            raise ConfigError(explain_no_name(each.name, each.value, each.names))
+    return require_named_code(options, overrides)
+
+
+def _kind(option: str, name: str, overrides: Sequence[str]) -> Kind:
+    """The kind that an option names, which is code of the user's if the user, not a file, names it."""
+    return trust_kind(name, option) if names_code(option, name, overrides) else load_kind(name, option)
 
 
 def _jobs(overrides: list[str]) -> list[list[str]]:
@@ -252,9 +275,7 @@ def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictCon
 def _choose_kind(config: DictConfig, overrides: Sequence[str]) -> None:
     """Make `model` the options of its kind; null unsets what a recipe or `model=NAME` sets for another kind."""
     values: Any = OmegaConf.to_container(config.model, enum_to_str=True)
-    if names_code("model.kind", values["kind"], overrides):
-        trust_kind(values["kind"], "model.kind")
-    kind = load_kind(str(values["kind"]))
+    kind = _kind("model.kind", str(values["kind"]), overrides)
     known = {field.name for field in fields(kind.options)}
     of_others = {name for other in kinds() for name in other.own_options} - known
     for name in values.keys() - known:

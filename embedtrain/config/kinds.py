@@ -42,6 +42,7 @@ _KINDS = {
     "m3": "embedtrain.kinds.m3:M3",
     "sparse": "embedtrain.kinds.sparse:Sparse",
 }
+KINDS = tuple(_KINDS)  # the names of those of the package
 
 # In a model directory that a kind of a user's module has written: {"kind": "module:Class"}.
 KIND_FILE = "kind.json"

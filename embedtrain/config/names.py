@@ -118,6 +118,15 @@ def counterpart(option: str, value: str) -> str | None:
     return None
 
 
+def explain_no_name(option: str, value: str, names: Sequence[str]) -> str:
+    """The message for a value of `code_option` that is neither a path `module:name` nor one of the `names`."""
+    if not names:
+        return f"{option}={value}: must be module:name, such as my_module:Mine"
+    ours = counterpart(option, value)
+    hint = "" if ours is None else f"; write {ours}"
+    return f"{option}={value}: expected one of {', '.join(names)}, or module:name of your own{hint}"
+
+
 def check_reranker_loss(name: str) -> None:
     """Raise a ConfigError with our loss for a loss class of a CrossEncoder: dense models have others of these names."""
     row = _row_of(name, [replace(row, also="") for row in migration.RERANKER_LOSSES])

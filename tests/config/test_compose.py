@@ -555,6 +555,12 @@ def test_options_of_commands():
         (compose_search, ["model=m", "corpus=c", "index.place=disk"], "index.place=disk"),
         (compose_search, ["--config-dir", "d", "model=m", "corpus=c"], "--config-dir d: "),
         (compose_search, ["-m", "model=m", "corpus=c", "top_k=1,2"], "multirun (-m) is for training"),
+        (compose_search, ["model=m", "corpus=c", "kind=sprase"], "kind=sprase: expected one of dense, "),
+        (compose_evaluate, ["model=m", "sets=[a]", "kind=bi_encoder"], "write kind=dense"),
+        (compose_evaluate, ["model=m", "sets=[a]", "pooling=clss"], "pooling=clss: expected one of cls, mean, "),
+        (compose_evaluate, ["model=m", "sets=[a]", "pooling=avg"], "write pooling=mean"),
+        (compose_evaluate, ["model=m", "sets=[a]", "function=f"], "function=f: must be module:name"),
+        (compose_recipe, [*GOOD, "model.pooling=clss"], "model.pooling=clss: expected one of cls, mean, "),
     ]:
         with pytest.raises(ConfigError) as caught:
             compose(arguments)

@@ -126,11 +126,6 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
         "nothing to evaluate on; write sets=[PATH,...] (directories, tables or Hub data sets), or mteb=[TASK,...]",
     )
     check.require(options.function is None or is_code_path(options.function), "function", "must be module:function")
-    check.require(
-        options.kind not in list(SetKind),
-        "kind",
-        f"is that of a set: write sets=[{{path: PATH, kind: {options.kind}}}]",
-    )
     check_sets(options.sets, "sets")
     check_truncate_dims(options.truncate_dims, "truncate_dims")
     check_hybrid_weights(options.hybrid_weights, check)
@@ -143,6 +138,15 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
             message = f"is not for graphs (backend={options.backend.value}); leave it out"
             check.require(getattr(options, name) == default, name, message)
     return options
+
+
+def _check_use(options: EvaluateOptions) -> None:
+    """Nothing is set that is of something else."""
+    OptionChecks(options).require(
+        options.kind not in list(SetKind),
+        "kind",
+        f"is that of a set: write sets=[{{path: PATH, kind: {options.kind}}}]",
+    )
 
 
 def _check_reranker(options: EvaluateOptions, check: OptionChecks) -> None:
@@ -171,7 +175,7 @@ def _check_reranker(options: EvaluateOptions, check: OptionChecks) -> None:
 
 def compose(arguments: list[str]) -> EvaluateOptions:
     """The options, checked."""
-    options = compose_command("evaluate", EvaluateOptions, arguments, HELP)
+    options = compose_command("evaluate", EvaluateOptions, arguments, HELP, _check_use)
     options.output_dir = options.output_dir or OUTPUT_DIR
     options.sets = parse_items(options.sets, EvaluationSet, "sets")
     options.vectors = parse_vectors(options.vectors, "vectors")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from embedtrain.config.code import code_option, is_code_path
 from embedtrain.config.kind_settings import HeadConfig
 from embedtrain.config.losses import VectorSimilarity
-from embedtrain.config.migration import POOLING
+from embedtrain.config.names import explain_no_name
 from embedtrain.config.recipe import POOLINGS, ModelConfig, Pooling
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
@@ -37,11 +37,7 @@ def check_dense(model: DenseOptions) -> None:
         raise ConfigError(include_prompt_error(model.pooling))
     if model.pooling is not None and model.pooling not in POOLINGS:
         if not is_code_path(model.pooling):
-            meant = POOLING("model.pooling", model.pooling)
-            raise ConfigError(
-                f"model.pooling={model.pooling}: expected one of {', '.join(POOLINGS)}, or module:Class for your own"
-                + ("" if meant is None else f"; write {meant}")
-            )
+            raise ConfigError(explain_no_name("model.pooling", model.pooling, POOLINGS))
         if model.lora.on:
             raise ConfigError(
                 f"model.pooling={model.pooling}: adapters are stored without its weights; leave model.lora out"

@@ -4,18 +4,19 @@ A YAML file of one kilobyte can name other files and make billions of values, an
 Their private names are used here only, checked with omegaconf 2.3, hydra 1.3.
 """
 
+import functools
 import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import hydra
 import omegaconf._utils
 import yaml
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.override_parser.types import Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.base import Container
@@ -176,7 +177,6 @@ def own_hydra_state() -> Iterator[None]:
     """Restore Hydra's stored schemas and OmegaConf's resolvers after the block: a program may use both itself."""
     with HYDRA:
         stored, resolvers = _copied(ConfigStore.instance().repo), dict(BaseContainer._resolvers)
-        stored_recipes = dict(_stored_recipes)
     try:
         yield
     finally:
@@ -187,8 +187,6 @@ def own_hydra_state() -> Iterator[None]:
             }
             ConfigStore.instance().repo = stored | hydra_part
             BaseContainer._resolvers = resolvers
-            _stored_recipes.clear()
-            _stored_recipes.update(stored_recipes)
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
@@ -283,8 +281,6 @@ def _names_code(value: Any) -> bool:
 
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# Of each recipe in Hydra's store: the state of its file, what it contains, and whether it is stored without its loss.
-_stored_recipes: dict[str, tuple[tuple[Path, int, int], DictConfig, bool]] = {}
 
 
 def folder(name: str) -> Path:
@@ -310,32 +306,35 @@ def choices(group: str) -> list[str]:
 def register_recipes(without_loss: bool) -> None:
     """Store the schemas, and each file of recipes/ as an option of `recipe=`, without its `loss` if that is replaced.
 
-    A search path cannot do the latter: the name of a group is that of its folder, and `recipes=` reads badly. Hydra
-    keeps what is stored until the process ends, so only what has changed is stored again, which takes longer than the
-    composition of a recipe.
+    A search path cannot do the latter: the name of a group is that of its folder, and `recipes=` reads badly.
     """
-    store = ConfigStore.instance()
-    if "recipe_schema.yaml" not in store.repo:  # a new process, or what a function of the Python API stored is removed
-        _store_schemas(store)
-        _stored_recipes.clear()
-    for path in sorted(folder("recipes").glob("*.yaml")):
-        status = path.stat()
-        state = (path, status.st_mtime_ns, status.st_size)
-        stored_state, recipe, is_without_loss = _stored_recipes.get(path.stem, (None, None, False))
-        if (stored_state, is_without_loss) == (state, without_loss):
-            continue
-        if recipe is None or stored_state != state:
-            recipe = cast("DictConfig", OmegaConf.load(path))
-        kept = [str(name) for name in recipe if name != "loss" or not without_loss]
-        node = OmegaConf.masked_copy(recipe, kept)
-        store.store(group="recipe", name=path.stem, node=node, package="_global_")
-        _stored_recipes[path.stem] = state, recipe, without_loss
+    files = [(path, path.stat()) for path in sorted(folder("recipes").glob("*.yaml"))]
+    states = tuple((path, status.st_mtime_ns, status.st_size) for path, status in files)
+    ConfigStore.instance().repo.update(_schemas(), recipe=_recipes(states, without_loss))
 
 
-def _store_schemas(store: ConfigStore) -> None:
-    store.store(name="recipe_schema", node=recipe_schema())
-    for name, kind in LOSSES.items():
-        store.store(group="loss", name=name, node=kind)
+# Kept, because reading and converting them takes longer than the composition of a recipe. Hydra copies what it loads.
+@functools.lru_cache(maxsize=2)
+def _recipes(states: tuple[tuple[Path, int, int], ...], without_loss: bool) -> dict[str, ConfigNode]:
+    """The group `recipe` of Hydra's store."""
+    nodes = {}
+    for path, _, _ in states:
+        recipe = OmegaConf.load(path)
+        assert isinstance(recipe, DictConfig)
+        if without_loss:
+            recipe.pop("loss", None)
+        nodes[path.name] = ConfigNode(path.name, recipe, "recipe", "_global_", None)
+    return nodes
+
+
+@functools.cache
+def _schemas() -> dict[str, Any]:
+    """The part of Hydra's store with the schema of a recipe and those of losses."""
+    losses = {
+        f"{name}.yaml": ConfigNode(f"{name}.yaml", OmegaConf.structured(kind), "loss", None, None)
+        for name, kind in LOSSES.items()
+    }
+    return {"recipe_schema.yaml": ConfigNode("recipe_schema.yaml", recipe_schema(), None, None, None), "loss": losses}
 
 
 def recipe_schema() -> DictConfig:

@@ -167,7 +167,7 @@ def _train(case: Case, world: World) -> tuple[float, str, str]:
     rows = case.rows * world.size
     workload = StepWorkload(rows=rows, tokens_per_text=case.length, chunk_tokens=case.chunk_tokens)
     defaults = {"reshard_after_forward": parallel.reshard_after_forward is not False}
-    defaults["activation_checkpointing"] = bool(parallel.activation_checkpointing)
+    defaults["activation_checkpointing"] = parallel.activation_checkpointing or False
     choice = choose_layout(replace(parallel, **defaults), cluster, spec, workload, always_measure=True)
     assert choice.best is not None
     shard_encoder(encoder, blocks, choice.layout, parallel, world.device)

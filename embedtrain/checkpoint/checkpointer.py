@@ -101,7 +101,8 @@ class Checkpointer:
         """Write the checkpoint of `state["step"]`, then delete those that need not be kept.
 
         Called between two steps, when no gradients are held. With `checkpoint.asynchronous` it returns as soon as the
-        tensors are copied; a thread writes them. It first waits for the previous save.
+        tensors are copied; a thread writes them. It first waits for the previous save. A run that only saves at its end
+        (`CheckpointConfig.stages`) has nothing to delay, and writes without a copy.
 
         Raises CheckpointError on every rank, naming the rank that could not write this or the previous save, and
         why.
@@ -114,7 +115,7 @@ class Checkpointer:
             if self.world.is_main:
                 self.root.mkdir(parents=True, exist_ok=True)
                 free_disk_space(self.root, snapshot.num_bytes, self.config.max_disk_gb, self._deletable(state))
-        if not self.config.asynchronous:
+        if not self.config.stages:
             self._write(snapshot, state, self.world)
             return
         staged = self._staging.copy(snapshot) if snapshot.position.is_writer else snapshot
@@ -126,7 +127,7 @@ class Checkpointer:
 
         The first save would otherwise delay the steps after it, and fail if the store has ended with the launcher.
         """
-        if not self.config.asynchronous:
+        if not self.config.stages:
             return
         self._background_world()
         if self.world.device.type != "cuda":

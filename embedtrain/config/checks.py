@@ -35,6 +35,7 @@ from embedtrain.config.recipe import (
     ONNX_FP16,
     ONNX_INT8,
     OPENVINO,
+    SELECTIVE,
     DataConfig,
     ExportConfig,
     LoraConfig,
@@ -252,6 +253,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         parallel.shard_size is None or parallel.strategy is Strategy.hsdp,
         "shard_size",
         f"is for parallel.strategy=hsdp, not {parallel.strategy.value}",
+    )
+    check.require(
+        parallel.activation_checkpointing in (None, True, False, SELECTIVE),
+        "activation_checkpointing",
+        f"must be true, false, {SELECTIVE} or null, which recomputes as far as memory requires it",
     )
 
 

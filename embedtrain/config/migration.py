@@ -183,7 +183,7 @@ TRAINER = (
     Row("bf16_full_eval fp16_full_eval", "not needed: a run evaluates in its `parallel.precision`"),
     Row(
         "gradient_checkpointing",
-        "`parallel.activation_checkpointing`, with any strategy; null decides by memory",
+        "`parallel.activation_checkpointing`, with any strategy: true, selective or false; null decides by memory",
         Flag("parallel.activation_checkpointing=true", "parallel.activation_checkpointing=false"),
         also="activation_checkpointing gradient_checkpointing_kwargs",
     ),

@@ -7,7 +7,7 @@ from enum import Enum
 from embedtrain.config.options import Effect, check_values, option
 from embedtrain.config.validation import OptionChecks
 
-_MAX_BETA2_OF_BF16 = 0.99
+MAX_BETA2_OF_BF16 = 0.99
 
 
 class ScheduleKind(str, Enum):
@@ -135,10 +135,10 @@ def check_optim(optim: OptimConfig) -> None:
         "must be two numbers from 0 to below 1, such as [0.9,0.999]",
     )
     check.require(
-        optim.state_dtype is StateDtype.fp32 or optim.betas[1] <= _MAX_BETA2_OF_BF16,
+        optim.state_dtype is StateDtype.fp32 or optim.betas[1] <= MAX_BETA2_OF_BF16,
         "betas",
         f"optim.state_dtype=bf16 rounds changes of a moment below 1/512 away, so the second one must be at most "
-        f"{_MAX_BETA2_OF_BF16}, such as [0.9,0.99]",
+        f"{MAX_BETA2_OF_BF16}, such as [0.9,0.99]",
     )
     check.require(0 <= optim.momentum < 1, "momentum", "must be from 0 to below 1, such as 0.95")
     for name in ("momentum", "muon_dtype"):

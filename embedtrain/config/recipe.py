@@ -87,6 +87,16 @@ class CheckpointConfig:
         return self.every_minutes if by_time else 0.0
 
     @property
+    def saves_while_training(self) -> bool:
+        """Whether training goes on after a save, other than that at the end."""
+        return self.every > 0 or self.minutes > 0 or self.best_metric is not None
+
+    @property
+    def stages(self) -> bool:
+        """Whether saves are written from a copy in host memory: there is nothing to delay at the end."""
+        return self.asynchronous and self.saves_while_training
+
+    @property
     def moments(self) -> str:
         """When checkpoints are saved, for the user."""
         moments = ["at the end"]
@@ -378,6 +388,9 @@ class TrainConfig:
     log_every: int | None = option(None, at_least=1, resume=Effect.no_effect)
 
 
+SELECTIVE = "selective"  # `parallel.activation_checkpointing` besides true and false
+
+
 @dataclass(kw_only=True)
 class ParallelConfig:
     """How the work is distributed over the ranks. None of these options changes the result."""
@@ -390,7 +403,9 @@ class ParallelConfig:
     gradient_reduction: GradientReduction = GradientReduction.auto
     # Free a block's unsharded weights after its forward pass; null: if memory requires it.
     reshard_after_forward: bool | None = None
-    activation_checkpointing: bool | None = None  # recompute activations; null: if they would not fit
+    # Recompute activations of blocks in the backward pass: true all, selective those between matrix products and
+    # attention, whose results are kept, false none; null: as far as memory requires it.
+    activation_checkpointing: bool | str | None = None
     cpu_offload: bool | None = None  # weights and optimizer in host memory; null: if nothing else fits
     # a file that `accelerate config` wrote, for its FSDP options
     accelerate_config: str | None = option(None, is_input=True)

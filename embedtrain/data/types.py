@@ -225,15 +225,17 @@ class Packing:
         starts: int32 [N + 1], the offset of each text, and the end.
         positions: int64 [1, T], position of each token in its text, from 0.
         keys: the tokens that are attended to; None: all.
+        masks: those of windows in attention, which the layers share, by their sizes.
     """
 
-    __slots__ = ("keys", "lengths", "longest", "positions", "starts")
+    __slots__ = ("keys", "lengths", "longest", "masks", "positions", "starts")
 
     def __init__(
         self, lengths: tuple[int, ...], starts: Tensor, positions: Tensor, keys: PackedKeys | None = None
     ) -> None:
         self.lengths, self.starts, self.positions, self.keys = lengths, starts, positions, keys
         self.longest = max(lengths)
+        self.masks: dict[tuple[int, int, bool], Tensor] = {}
 
     @classmethod
     def of(cls, lengths: NDArray[np.int64], key_lengths: NDArray[np.int64]) -> "Packing":

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +21,8 @@ from embedtrain.utils.formatting import format_bytes
 _EXHAUSTED = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)")
 _REQUESTED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+ (?:[KMGT]iB|bytes))")
 
+CGROUP = Path("/sys/fs/cgroup")  # of this process's container or job, as Linux shows it inside
+
 # What was planned and which options to lower, by the beginning of the activity.
 _advice: dict[str, str] = dict.fromkeys(
     ("opening the model", "opening the reranker", "opening the graph", "reading the model's weights"),
@@ -32,6 +35,22 @@ def total_memory(device: torch.device, local_size: int = 1) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
+
+
+def node_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes of host memory for all ranks of this node: no more than the cgroup of the job or container allows."""
+    total = int(psutil.virtual_memory().total)
+    limit, _ = cgroup_memory(cgroup)
+    return total if limit is None else min(total, limit)
+
+
+def cgroup_memory(cgroup: Path = CGROUP) -> tuple[int | None, int | None]:
+    """Bytes that a cgroup (of version 2, or 1) allows its processes, and those in use; None without a limit."""
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        folder = cgroup if limit == "memory.max" else cgroup / "memory"
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            return int((folder / limit).read_text(encoding="utf-8")), int((folder / used).read_text(encoding="utf-8"))
+    return None, None
 
 
 def free_memory(device: torch.device, local_size: int = 1) -> int:

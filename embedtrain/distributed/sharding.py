@@ -10,6 +10,7 @@ Each rank then reads its own rows of each tensor from files, or rank 0 broadcast
 
 import contextlib
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,10 +31,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # a private name, checked on torch 2.13
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 
-from embedtrain.config.recipe import ParallelConfig, Precision, Strategy
+from embedtrain.config.recipe import SELECTIVE, ParallelConfig, Precision, Strategy
 from embedtrain.distributed.device import has_bf16
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError, TrainingError
@@ -50,7 +51,8 @@ class ParallelLayout:
     reason: str  # why this layout was chosen, for the user
     # Whether a block frees its unsharded weights after the forward pass; no effect with one shard.
     reshard_after_forward: bool = True
-    activation_checkpointing: bool = False  # whether a block's activations are recomputed in the backward pass
+    # Which activations of a block are recomputed in the backward pass: true, false or `SELECTIVE`, as in the recipe.
+    activation_checkpointing: bool | str = False
     # Whether weights, gradients and optimizer state are kept in host memory and copied on demand.
     cpu_offload: bool = False
 
@@ -87,7 +89,8 @@ def shard_encoder(
     """
     _require_shardable(encoder, blocks)
     if layout.activation_checkpointing:
-        _recompute(encoder, blocks)
+        _require_blocks(encoder, blocks)
+        recompute_activations(blocks, layout.activation_checkpointing)
     if parallel.compile:
         for block in blocks:
             block.compile(dynamic=True)
@@ -152,31 +155,57 @@ def large_embedding(encoder: nn.Module) -> nn.Embedding | None:
     return embedding if embedding.weight.numel() >= LARGE_EMBEDDING else None
 
 
-def _recompute(encoder: nn.Module, blocks: list[nn.Module]) -> None:
-    """Checkpoint the activations of blocks: keep only their inputs, and recompute the rest in the backward pass.
-
-    The switch of transformers is not used: some models have none (MPNet, and many with custom code), and it has no
-    effect in evaluation mode.
-    """
+def _require_blocks(encoder: nn.Module, blocks: list[nn.Module]) -> None:
     if not blocks:
         backbone = towers_of(encoder)[0].backbone
         raise ModelError(
             f"{type(backbone).__name__} has no list of repeated layers whose activations could be "
             "recomputed: set parallel.activation_checkpointing=false"
         )
+
+
+def recompute_activations(blocks: Iterable[nn.Module], which: bool | str) -> None:
+    """Keep the inputs of blocks, and recompute their activations in the backward pass.
+
+    `SELECTIVE` also keeps the results of products of a weight and of attention, so that only operations between them
+    are computed twice: little arithmetic, but most of what autograd saves.
+
+    The switch of transformers is not used: some models have none (MPNet, and many with custom code), and it has no
+    effect in evaluation mode.
+    """
     for block in blocks:
-        block.forward = _recomputed(block.forward)
+        block.forward = _recomputed(block.forward, selective=which == SELECTIVE)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+    context: dict[str, Any] = {"context_fn": _keep_products} if selective else {}
+
     # Around `forward` and not around the call, whose FSDP hooks would gather the weights once more.
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
 
     return checkpointed
+
+
+# Operations whose results selective recomputation keeps: products with a weight, and kernels of attention, of torch
+# (scaled_dot_product_attention on any device, varlen_attn) and of others. A product of two activations (bmm) is not
+# among them: an attention that computes its matrix would keep it, which grows with the square of the length.
+_KEPT = re.compile(r"aten::(addmm|mm|_scaled_mm|_grouped_mm)|\w+::(?!\w*backward)\w*att(entio)?n\w*")
+
+
+@functools.cache
+def _is_kept(operation: str) -> bool:
+    return _KEPT.fullmatch(operation.partition(".")[0]) is not None
+
+
+def _policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_kept(operation.name()) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_keep_products = functools.partial(create_selective_checkpoint_contexts, _policy)
 
 
 def _require_shardable(encoder: nn.Module, blocks: list[nn.Module]) -> None:

@@ -365,9 +365,8 @@ def _batched_runs(
         batch = [part.view(texts, length, *part.shape[1:]).transpose(1, 2) for part in run]
         groups = batch[0].shape[1] // batch[1].shape[1]
         narrow = reach is not None and length > reach + 1
-        window_mask = _window_mask if length <= _MAX_CACHED_LENGTH else _window_mask.__wrapped__
         distance = reach if narrow else length if causal and key_mask is not None else None
-        mask = None if distance is None else window_mask(length, distance, causal, q.device)
+        mask = None if distance is None else _shared_mask(packing, length, distance, causal, q.device)
         if key_mask is not None:
             mask = key_mask if mask is None else mask & key_mask
         output = F.scaled_dot_product_attention(
@@ -394,6 +393,20 @@ def _key_masks(packing: Packing) -> list[Tensor | None]:
         None if min(keys.lengths[end - texts : end]) == length else part.view(texts, 1, 1, length)
         for (texts, length), end, part in zip(runs, ends, attended, strict=True)
     ]
+
+
+def _shared_mask(packing: Packing, length: int, reach: int, causal: bool, device: torch.device) -> Tensor:
+    """The window mask, which the chunk holds until its backward pass.
+
+    A layer that is recomputed there must not compute a mask which it found in the cache before: selective recomputation
+    counts operations.
+    """
+    if length > _MAX_CACHED_LENGTH:
+        return _window_mask.__wrapped__(length, reach, causal, device)
+    key = length, reach, causal
+    if key not in packing.masks:
+        packing.masks[key] = _window_mask(length, reach, causal, device)
+    return packing.masks[key]
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Memory of a training step on given ranks: bytes of one rank by kind, at the phase with the highest total.
+"""Memory of a training on given ranks: bytes of one rank by kind, at the phase with the highest total, and of a host.
 
 Costs that are linear in the number of weights are computed, activations are measured (see `model_costs`). A step is
 followed phase by phase, because the sum over kinds would add memory that is never held at the same time. FSDP2's own
@@ -7,6 +7,7 @@ model. The gradient of a group is unsharded, in that type, until the group's bac
 fp32 and reduced.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -24,19 +25,31 @@ from embedtrain.config.losses import (
     XTRConfig,
 )
 from embedtrain.config.optim import OptimConfig
-from embedtrain.config.recipe import GradientReduction, Recipe, TrainConfig, TrainSource
+from embedtrain.config.recipe import (
+    CheckpointConfig,
+    CheckpointContents,
+    GradientReduction,
+    Recipe,
+    TrainConfig,
+    TrainSource,
+)
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.losses.infonce import MAX_PLAIN_BYTES
 from embedtrain.losses.ring import MAX_GATHERED_BYTES
 from embedtrain.losses.softmax import TILE_CELLS
 from embedtrain.planning.model_costs import ModelSpec
 
-# Fraction of a rank's memory that a plan may use: the rest is for the driver, the communication library and
-# fragmentation of the allocator.
+# Fraction of a rank's and of a host's memory that a plan may use: the rest is for the driver, the communication library
+# and fragmentation of the allocator; on a host for the system and the cache of files.
 USABLE = 0.9
 # Orders of magnitude for ranks without a GPU: gloo, and a few cores. With the rates of a GPU, the estimate would see
 # nothing but communication.
-_CPU_RATES: dict[str, Any] = {"bandwidth_node": 2e9, "bandwidth_network": 1e9, "flops": 1e11}
+_CPU_RATES: dict[str, Any] = {
+    "bandwidth_node": 2e9,
+    "bandwidth_network": 1e9,
+    "flops": 1e11,
+    "bandwidth_memory": 1e10,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +60,29 @@ class ClusterSpec:
     per_node: int  # ranks
     memory: int  # bytes per rank
     gpu: bool = True
+    host_memory: int | None = None  # bytes of a node, for all of its ranks; None: not limited
     # Defaults: an H100 with NVLink and a 400 Gb/s network adapter, and what published trainers reach in bf16
     # (llm-foundry: 399 to 459 TFLOP/s).
     bandwidth_node: float = 300e9  # bytes per second that a rank sends within its node
     bandwidth_network: float = 50e9  # bytes per second that a rank sends to other nodes
     flops: float = 400e12  # operations per second that a rank reaches
+    bandwidth_memory: float = 3e12  # bytes per second that a rank reads and writes in copies
 
     @classmethod
-    def of_ranks(cls, ranks: int, per_node: int, memory: int, *, gpu: bool) -> Self:
-        """Ranks with the default rates of their kind of device."""
-        return cls(ranks=ranks, per_node=per_node, memory=memory, gpu=gpu, **({} if gpu else _CPU_RATES))
+    def of_ranks(cls, ranks: int, per_node: int, memory: int, *, gpu: bool, host_memory: int | None = None) -> Self:
+        """Ranks with the default rates of their kind of device; those of a CPU have no memory besides `memory`."""
+        rates: dict[str, Any] = {"host_memory": host_memory} if gpu else _CPU_RATES
+        return cls(ranks=ranks, per_node=per_node, memory=memory, gpu=gpu, **rates)
 
     @property
     def usable(self) -> int:
         """Bytes per rank that a plan may use."""
         return int(USABLE * self.memory)
+
+    @property
+    def usable_on_host(self) -> float:
+        """Bytes of a node that a plan may use, for all of its ranks."""
+        return math.inf if self.host_memory is None else USABLE * self.host_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +96,8 @@ class StepWorkload:
     activation_tokens: int | None = None  # maximum with cached graphs; None: `chunk_tokens`
     gradient_accumulation_steps: int = 1  # global batches per step
     loss: LossConfig = field(default_factory=InfoNCEConfig)
-    state_bytes: tuple[int, int] = OptimConfig().state_bytes  # of the optimizer, as there
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
     def num_layers(self) -> int:
@@ -109,7 +131,8 @@ class StepWorkload:
             activation_tokens=train.activation_tokens,
             gradient_accumulation_steps=train.gradient_accumulation_steps,
             loss=recipe.loss,
-            state_bytes=recipe.optim.state_bytes,
+            optim=recipe.optim,
+            checkpoint=recipe.checkpoint,
         )
 
     def per_rank(self, ranks: int) -> "RankWorkload":
@@ -135,6 +158,9 @@ class RankWorkload:
 
 
 _FP32 = 4
+# Bytes of host memory that a rank takes besides weights and copies: libraries of torch and CUDA, prepared batches. An
+# allowance that has not been measured on GPUs.
+_PROCESS = 3 * 2**30
 # Maximum fraction of a rank's memory for unreduced fp32 gradients of the whole model between chunks.
 _UNREDUCED_GRADIENTS_FRACTION = 0.1
 # Fraction of memory that cached graphs may fill. Less than for a layout: a layout that does not fit fails at once, too
@@ -146,8 +172,25 @@ _WITH_DIRECTIONS = InfoNCEConfig | DistillSimilaritiesConfig
 _OF_BATCH = _WITH_DIRECTIONS | XTRConfig | M3LossConfig | SigLIPConfig
 
 
+class _ByKind:
+    """Numbers of bytes, each a field."""
+
+    __slots__ = ()
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """All kinds by name."""
+        names = (kind.name for kind in fields(self) if kind.type is float)  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def total(self) -> float:
+        """Sum of all kinds."""
+        return sum(self.by_kind.values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
+class MemoryUse(_ByKind):
     """Bytes of one rank by kind."""
 
     parameters: float = 0.0  # trained weights in fp32, frozen ones in their own type, and buffers
@@ -159,15 +202,20 @@ class MemoryUse:
     reducing: float = 0.0  # gradients on their way to be reduced
     phase: str = ""  # of the step
 
-    @property
-    def by_kind(self) -> dict[str, float]:
-        """All kinds by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "phase"}
 
-    @property
-    def total(self) -> float:
-        """Sum of all kinds."""
-        return sum(self.by_kind.values())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory(_ByKind):
+    """Bytes of host memory by kind, of the ranks of a node that have GPUs."""
+
+    weights: float = 0.0  # of CPU offload, page-locked
+    gradients: float = 0.0  # the same
+    optimizer: float = 0.0  # its moments with CPU offload
+    checkpoint: float = 0.0  # copies that asynchronous saves are written from
+    processes: float = 0.0  # libraries, prepared batches
+
+    def fits(self, cluster: ClusterSpec) -> bool:
+        """Whether a node has it; what processes take in any case excludes no layout."""
+        return self.total <= max(cluster.usable_on_host, self.processes)
 
 
 def reduces_once_per_step(option: GradientReduction, layout: ParallelLayout, trained: int, memory: int) -> bool:
@@ -187,6 +235,50 @@ def step_memory(
     """Peak memory of one rank in a step after the first; `reduce_per_step` as by `reduces_once_per_step`."""
     step = _Step(model, layout, cluster, work, reduce_per_step=reduce_per_step)
     return max(step.phases(), key=lambda use: use.total)
+
+
+def host_memory(model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, work: StepWorkload) -> HostMemory:
+    """Host memory of the node that needs the most, in training; nothing without GPUs, whose ranks have one memory.
+
+    What loading, evaluation and export take for a while is not counted.
+    """
+    if not cluster.gpu:
+        return HostMemory()
+    per_node, trained = min(cluster.per_node, cluster.ranks), model.weights.trained
+    state = _state_bytes(model, work.optim)
+    saved = float(_FP32 * trained)
+    if work.checkpoint.contents is CheckpointContents.all:
+        saved += state
+    elif work.optim.ema is not None:
+        saved += _FP32 * trained
+    # Of the replicas one saves, and all of its shards do. Copies share blocks without a part that is not used.
+    writers = min(per_node, layout.shard) if work.checkpoint.stages else 0
+    weights = gradients = moments = 0.0
+    if layout.cpu_offload:
+        for shape, count in model.weights.shapes.items():
+            pinned = count * _pinned_bytes(shape.shard_bytes(layout.shard))
+            weights += pinned
+            gradients += pinned * shape.trained
+        moments = state / layout.shard
+    return HostMemory(
+        weights=per_node * weights,
+        gradients=per_node * gradients,
+        optimizer=per_node * moments,
+        checkpoint=writers * saved / layout.shard,
+        processes=per_node * _PROCESS,
+    )
+
+
+def _pinned_bytes(size: int) -> int:
+    """Bytes that torch takes for page-locked memory of this size: a power of two (torch 2.11 to 2.13)."""
+    return 1 << max(0, size - 1).bit_length() if size else 0
+
+
+def _state_bytes(model: ModelSpec, optim: OptimConfig) -> float:
+    """Bytes of moments and of the average of all weights."""
+    in_blocks = sum(block.trained for block in model.weights.blocks)
+    of_block, elsewhere = optim.state_bytes
+    return float(of_block * in_blocks + elsewhere * (model.weights.trained - in_blocks))
 
 
 def encoding_memory(model: ModelSpec, layout: ParallelLayout, tokens: int) -> MemoryUse:
@@ -249,10 +341,7 @@ class _Step:
         unreduced = reduce_per_step or layout.shard == 1
         self.between = _FP32 * trained if unreduced else self.reduced  # gradients held between the passes of a step
         self.parameters = _parameters(model, layout) * on_device + model.weights.buffers * (1 - on_device)
-        in_blocks = sum(block.trained for block in model.weights.blocks)
-        of_block, elsewhere = work.state_bytes
-        state = of_block * in_blocks + elsewhere * (trained - in_blocks)
-        self.optimizer = state / layout.shard * on_device
+        self.optimizer = _state_bytes(model, work.optim) / layout.shard * on_device
         self.loss = work.trained_layers * _loss(model, cluster, work, self.local.texts)
         vectors = work.num_layers * model.num_vectors(self.local.texts, work.texts_per_row)
         self.embeddings = 3.0 * _FP32 * vectors * model.dimension

@@ -10,10 +10,9 @@ compute.
 import contextlib
 import copy
 import functools
-import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,9 +23,9 @@ from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from embedtrain.config.recipe import Precision, Recipe
+from embedtrain.config.recipe import SELECTIVE, Precision, Recipe
 from embedtrain.data.types import Chunk
-from embedtrain.distributed.sharding import large_embedding
+from embedtrain.distributed.sharding import large_embedding, recompute_activations
 from embedtrain.formats.hub import download_configuration
 from embedtrain.formats.peft import open_adapter
 from embedtrain.formats.source import open_model_source
@@ -41,6 +40,7 @@ from embedtrain.planning.flops import lookup_weights
 # Tokens of the measured pass. They cost nothing on the meta device, and make constant sizes (the gradient of a weight)
 # negligible.
 _TOKENS = 1 << 17
+_MASTER_BYTES = 4  # of an element of a trained weight, which is fp32
 _PADDED = "embedtrain_padded_shapes"
 _PACKED_ON_GPU, _PACKED_ON_CPU = "embedtrain_packed_shapes_on_gpu", "embedtrain_packed_shapes_on_cpu"
 # Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): without attention matrices
@@ -49,6 +49,8 @@ _RULE_OF_THUMB = 34 / 2
 # Elements per token, block and hidden unit: no known architecture saves more, Gemma 3 saves 35. And an attention that
 # computes its matrix saves a few elements per head and token of the text; no head has fewer than 16 units.
 _BOUND, _BOUND_OF_HEADS = 80, 4 / 16
+# The same of the results of products and attention: what `SELECTIVE` keeps.
+_BOUND_OF_PRODUCTS, _PRODUCTS_BY_RULE_OF_THUMB = 40, 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def measure_activations(
     *,
     dtype: torch.dtype,
     tokens_per_text: int,
-    recompute: bool,
+    recompute: bool | str,
     gpu: bool,
     packed: bool = False,
 ) -> Activations:
@@ -127,26 +129,35 @@ def measure_activations(
     for number in range(1, min(2, len(blocks)) + 1):
         with _first_blocks(encoder, blocks, number):
             part = copy.deepcopy(encoder)
-        passes.append(_measure_passes(_prepare(part, dtype, attention, recompute=recompute, gpu=gpu), tokens_per_text))
+            included = {id(block) for block in blocks[:number]}
+            copied = [
+                copy for block, copy in zip(encoder.modules(), part.modules(), strict=True) if id(block) in included
+            ]
+        _prepare(part, dtype, attention, gpu=gpu)
+        if recompute:
+            recompute_activations(copied, recompute)
+        passes.append(_measure_passes(part, tokens_per_text))
     saved, forward, backward, no_grad = passes[-1]
     block = saved - passes[0][0] if len(passes) == 2 else 0.0
     rest = max(0.0, passes[0][0] - block) if blocks else saved
     return Activations(block, rest, forward - saved, backward - saved, no_grad)
 
 
-def rule_of_thumb(hidden: int, dtype: torch.dtype, *, recompute: bool) -> Activations:
+def rule_of_thumb(hidden: int, dtype: torch.dtype, *, recompute: bool | str) -> Activations:
     """Activations of a model whose code does not run on the meta device."""
-    return _from_elements(hidden * dtype.itemsize, _RULE_OF_THUMB, recompute=recompute)
+    return _from_elements(hidden * dtype.itemsize, _RULE_OF_THUMB, _PRODUCTS_BY_RULE_OF_THUMB, recompute=recompute)
 
 
-def upper_bound(hidden: int, dtype: torch.dtype, *, tokens_per_text: int, recompute: bool) -> Activations:
+def upper_bound(hidden: int, dtype: torch.dtype, *, tokens_per_text: int, recompute: bool | str) -> Activations:
     """An upper bound of the activations of any model, without a measurement."""
-    return _from_elements(hidden * dtype.itemsize, _BOUND + _BOUND_OF_HEADS * tokens_per_text, recompute=recompute)
+    block = _BOUND + _BOUND_OF_HEADS * tokens_per_text
+    return _from_elements(hidden * dtype.itemsize, block, _BOUND_OF_PRODUCTS, recompute=recompute)
 
 
-def _from_elements(size: int, block: float, *, recompute: bool) -> Activations:
+def _from_elements(size: int, block: float, products: float, *, recompute: bool | str) -> Activations:
+    kept = {False: block, SELECTIVE: products}.get(recompute, 0.0) + 2.0 * bool(recompute)
     return Activations(
-        block=size * (2.0 if recompute else block),  # the block's input, and a reserve for what a few models also save
+        block=size * kept,  # of a recomputed block its input as well, and a reserve for what a few models also save
         rest=size * 4.0,
         forward=size * block,
         backward=size * block * (2.0 if recompute else 1.0),
@@ -175,7 +186,7 @@ def _measure_passes(encoder: Encoder, length: int) -> tuple[float, float, float,
     return saved / tokens, forward / tokens, backward / tokens, no_grad / tokens
 
 
-def _prepare(part: Encoder, dtype: torch.dtype, attention: str, *, recompute: bool, gpu: bool) -> Encoder:
+def _prepare(part: Encoder, dtype: torch.dtype, attention: str, *, gpu: bool) -> None:
     part.to("meta").to(dtype)
     for module in part.modules():
         config = getattr(module, "config", None)
@@ -184,15 +195,10 @@ def _prepare(part: Encoder, dtype: torch.dtype, attention: str, *, recompute: bo
         if gpu and isinstance(module, nn.Dropout) and module.p > 0:
             module.forward = _fused_dropout(module.p)  # type: ignore[method-assign]
     part.train()
-    if recompute:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 has a new name for it, 5.17 has not
-            part.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     for parameter in part.parameters():
         if parameter.requires_grad:
             # FSDP takes gradients away as soon as a group is complete; they are counted with the groups.
             parameter.register_post_accumulate_grad_hook(_drop_grad)
-    return part
 
 
 @contextlib.contextmanager
@@ -225,14 +231,25 @@ def _fused_dropout(p: float) -> Any:
     return lambda hidden: torch.native_dropout(hidden, p, True)[0]
 
 
+def _attention_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [N, L, heads, size] and log-sum-exp of a fused kernel."""
+    texts, heads, length, _ = q.shape
+    return q.new_empty(texts, length, heads, v.shape[-1]), q.new_empty(texts, heads, length, dtype=torch.float32)
+
+
+# An operation, whose results selective recomputation keeps by its name.
+_attention_operation = torch.library.custom_op("embedtrain::attention_shapes", _attention_shapes, mutates_args=())
+_attention_operation.register_fake(_attention_shapes)
+
+
 class _Attention(torch.autograd.Function):
     """Allocates and saves what a fused kernel does, with or without a mask. q, k, v: [N, heads, L, size]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> Tensor:
-        texts, heads, length, _ = q.shape
-        out = q.new_empty(texts, length, heads, v.shape[-1])
-        log_sum_exp = q.new_empty(texts, heads, length, dtype=torch.float32)
+        texts, _, length, _ = q.shape
+        out: Tensor
+        out, log_sum_exp = _attention_operation(q, k, v)
         bias = q.new_empty(texts, 1, length, k.shape[2] if masked else 0)  # the mask as an additive bias
         ctx.save_for_backward(q, k, v, out, log_sum_exp, bias)
         return out
@@ -294,6 +311,19 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """The shape of a parameter, as sharding divides it."""
+
+    rows: int
+    row_bytes: int  # of storage
+    trained: bool
+
+    def shard_bytes(self, shards: int) -> int:
+        """Bytes of the largest of so many shards."""
+        return -(-self.rows // shards) * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSpec:
     """The weights of a model."""
 
@@ -303,6 +333,7 @@ class WeightSpec:
     lookup_elements: int  # of embeddings, which are looked up instead of multiplied
     frozen_by_dtype: dict[str, int]  # bytes, by name of the type
     buffers: int  # bytes, which every rank holds
+    shapes: Mapping["ParameterShape", int]  # number of parameters of each shape
 
     @property
     def groups(self) -> tuple[ParameterGroup, ...]:
@@ -340,10 +371,10 @@ class ModelSpec:
     dimension: int  # of an embedding
     precision: Precision
     vectors: tuple[int, int]  # of a query and of a document: 1, or those of tokens
-    # With activation checkpointing (True) or without, measured on the first call.
-    activations: Callable[[bool], Activations] = field(repr=False, compare=False)
+    # With activation checkpointing as of ParallelLayout, measured on the first call.
+    activations: Callable[[bool | str], Activations] = field(repr=False, compare=False)
     # An upper bound of `activations` that needs no measurement.
-    activation_bound: Callable[[bool], Activations] = field(repr=False, compare=False)
+    activation_bound: Callable[[bool | str], Activations] = field(repr=False, compare=False)
 
     def num_vectors(self, texts: float, texts_per_row: int) -> float:
         """Vectors of so many texts of rows with one query each."""
@@ -401,10 +432,11 @@ def model_spec(
         lookup_elements=sum(lookups),
         frozen_by_dtype=dict(frozen),
         buffers=buffers + sum(layer.num_bytes for _, layer in four_bit_layers(encoder)),
+        shapes=Counter(_shape(parameter) for parameter in encoder.parameters()),
     )
 
     @functools.cache
-    def measure(recompute: bool) -> Activations:
+    def measure(recompute: bool | str) -> Activations:
         try:
             measured = [
                 measure_activations(
@@ -422,7 +454,7 @@ def model_spec(
         except Exception:  # a model's own code may do anything with tensors that have no content
             return rule_of_thumb(hidden, dtype, recompute=recompute)
 
-    def bound(recompute: bool) -> Activations:
+    def bound(recompute: bool | str) -> Activations:
         return upper_bound(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
 
     name = " and ".join(type(tower.backbone).__name__.removeprefix("FSDP") for tower in towers)
@@ -450,6 +482,11 @@ def _group(parameters: Iterable[Tensor]) -> ParameterGroup:
             frozen += parameter.numel()
             size += parameter.nbytes
     return ParameterGroup(trained, frozen, size)
+
+
+def _shape(parameter: Tensor) -> ParameterShape:
+    size = _MASTER_BYTES if parameter.requires_grad else parameter.dtype.itemsize
+    return ParameterShape(len(parameter), size * (parameter.numel() // max(1, len(parameter))), parameter.requires_grad)
 
 
 # Length of texts if neither the recipe nor the model directory sets one.

@@ -4,17 +4,22 @@ The choice is the same on every rank: it depends on the recipe, the model's conf
 memory of the rank with the least memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from embedtrain.config.recipe import ParallelConfig, Strategy
+from embedtrain.config.optim import MAX_BETA2_OF_BF16, StateDtype
+from embedtrain.config.recipe import SELECTIVE, ParallelConfig, Strategy
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import ConfigError
 from embedtrain.planning.memory import (
     ClusterSpec,
+    HostMemory,
     MemoryUse,
     StepWorkload,
     encoding_memory,
+    fit_activation_tokens,
+    host_memory,
     reduces_once_per_step,
     step_memory,
 )
@@ -36,9 +41,11 @@ class LayoutCandidate:
     """A layout and its costs."""
 
     layout: ParallelLayout
-    memory: MemoryUse  # of one rank at its peak
-    traffic: StepTraffic
-    fits: bool
+    memory: MemoryUse  # of one rank at its peak, in a step in which each chunk but one is encoded twice
+    host: HostMemory  # of a node
+    traffic: StepTraffic  # with the graphs that fit, which may be those of all chunks
+    fits: bool  # on each rank and on each node
+    caches_all: bool  # whether the graphs of all chunks fit, so that none is encoded twice
     reduce_per_step: bool  # whether gradients are reduced once per step; else after every chunk
 
     @property
@@ -50,7 +57,9 @@ class LayoutCandidate:
             words.append(f"{layout.replicate} x {layout.shard}")
         if layout.shard > 1:
             words.append("resharded after forward" if layout.reshard_after_forward else "not resharded after forward")
-        words += ["activation checkpointing"] * layout.activation_checkpointing + ["CPU offload"] * layout.cpu_offload
+        if layout.activation_checkpointing:
+            words.append(f"{'selective ' * (layout.activation_checkpointing == SELECTIVE)}activation checkpointing")
+        words += ["CPU offload"] * layout.cpu_offload
         return ", ".join(words)
 
 
@@ -76,26 +85,29 @@ def choose_layout(
 
     Options of the recipe are obeyed. Of the layouts that fit, the fastest according to `step_traffic` is chosen, or a
     simpler one that takes at most 3 % or 1 ms longer: replicated weights before sharded ones, sharded within nodes
-    before over all ranks, without activation checkpointing and offload before with them. If none fits, the one with
-    the lowest memory is chosen. A fixed order is no substitute for the times, which `plan` prints as well: a billion
-    replicated weights fit, but with few rows per rank a step waits longer for their all-reduce than sharding takes.
+    before over all ranks, without activation checkpointing before selective one, that before all activations. CPU
+    offload is chosen if nothing else fits, and bf16 moments are advised before. If none fits, the one that exceeds the
+    memory of a rank or a node by the smallest factor is chosen. A fixed order is no substitute for the times, which
+    `plan` prints as well: a billion replicated weights fit, but with few rows per rank a step waits longer for their
+    all-reduce than sharding takes.
 
     The memory of `cluster` is that of the rank that has the least. `always_measure` measures activations even if their
     upper bound, which needs no measurement, fits.
     """
     layouts = list(_layouts(parallel, cluster, model))
     bounded = model.bounded()
-    if not always_measure and _candidate(layouts[0], parallel, cluster, bounded, work).fits:
+    simplest = _candidate(layouts[0], parallel, cluster, bounded, work)
+    if simplest.fits and simplest.caches_all and not always_measure:
         spec, qualifier = bounded, "at most "
     else:
         spec, qualifier = model, ""
     candidates = [_candidate(layout, parallel, cluster, spec, work) for layout in layouts]
-    best = _best(candidates)
+    best = _best(candidates, cluster)
     remaining = [candidate for candidate in candidates if candidate is not best]
     reason = _reason(parallel, cluster, best, candidates, qualifier)
-    advice = _advice(parallel, cluster, spec, work, best)
+    advice = _advice(parallel, cluster, spec, work, best) + _moments_advice(parallel, cluster, spec, work, best)
     layout = replace(best.layout, reason=f"{reason}{advice}")
-    next_best = _best(remaining) if remaining else None
+    next_best = _best(remaining, cluster) if remaining else None
     return LayoutChoice(layout, best.reduce_per_step, replace(best, layout=layout), next_best)
 
 
@@ -152,7 +164,9 @@ def _layouts(parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec) -
     """The layouts that the recipe allows, the simplest first."""
     can_recompute = bool(model.weights.blocks)
     for offload in _values(parallel.cpu_offload, [False, True] if cluster.gpu else [False]):
-        for recompute in _values(parallel.activation_checkpointing, [False, True] if can_recompute else [False]):
+        for recompute in _values(
+            parallel.activation_checkpointing, [False, SELECTIVE, True] if can_recompute else [False]
+        ):
             for strategy in _strategies(parallel, cluster):
                 replicate, shard = mesh_shape(strategy, parallel, cluster.ranks, cluster.per_node)
                 resharding = _values(parallel.reshard_after_forward, [False, True])
@@ -168,7 +182,7 @@ def _layouts(parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec) -
                     )
 
 
-def _values(option: bool | None, choices: list[bool]) -> list[bool]:
+def _values(option: bool | str | None, choices: Sequence[bool | str]) -> Sequence[Any]:
     return choices if option is None else [option]
 
 
@@ -192,14 +206,29 @@ def _candidate(
 ) -> LayoutCandidate:
     once = reduces_once_per_step(parallel.gradient_reduction, layout, model.weights.trained, cluster.memory)
     memory = step_memory(model, layout, cluster, work, reduce_per_step=once)
-    traffic = step_traffic(model, layout, cluster, work, reduce_per_step=once)
-    return LayoutCandidate(layout, memory, traffic, fits=memory.total <= cluster.usable, reduce_per_step=once)
+    host = host_memory(model, layout, cluster, work)
+    tokens = fit_activation_tokens(model, layout, cluster, work, reduce_per_step=once, free=cluster.memory)
+    fitted = replace(work, activation_tokens=tokens)
+    local = fitted.per_rank(cluster.ranks)
+    return LayoutCandidate(
+        layout,
+        memory,
+        host,
+        step_traffic(model, layout, cluster, fitted, reduce_per_step=once),
+        fits=memory.total <= cluster.usable and host.fits(cluster),
+        caches_all=local.num_cached_graphs == local.chunks,
+        reduce_per_step=once,
+    )
 
 
-def _best(candidates: list[LayoutCandidate]) -> LayoutCandidate:
+def _best(candidates: list[LayoutCandidate], cluster: ClusterSpec) -> LayoutCandidate:
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        return min(candidates, key=lambda candidate: candidate.memory.total)
+        return min(
+            candidates, key=lambda of: max(of.memory.total / cluster.usable, of.host.total / cluster.usable_on_host)
+        )
+    # Its time is the least certain one: a host's cores compute the optimizer step.
+    fitting = [candidate for candidate in fitting if not candidate.layout.cpu_offload] or fitting
     fastest = min(candidate.traffic.seconds for candidate in fitting)
     return next(candidate for candidate in fitting if _is_close(candidate, fastest))
 
@@ -216,9 +245,15 @@ def _reason(
     qualifier: str,
 ) -> str:
     memory = f"{qualifier}{_gib(best.memory.total)} planned for model and step, of {_gib(cluster.memory)} per rank"
+    if best.memory.total > cluster.usable:
+        memory += f", of which {_gib(cluster.usable)} are usable"
+    if best.layout.cpu_offload or not best.host.fits(cluster):
+        memory += f"; {_gib(best.host.total)} of host memory per node"
+    if not best.host.fits(cluster):
+        memory += f", of which {_gib(cluster.usable_on_host)} are usable: the system would end a rank without a message"
     if not best.fits:
-        start = "requested" if parallel.strategy is not Strategy.auto else "nothing fits, this needs the least memory"
-        return f"{start}: {memory}, of which {_gib(cluster.usable)} are usable"
+        start = "requested" if parallel.strategy is not Strategy.auto else "nothing fits, this exceeds memory the least"
+        return f"{start}: {memory}"
     if parallel.strategy is not Strategy.auto:
         return f"requested: {memory}"
     simplest, best_seconds = candidates[0], best.traffic.seconds
@@ -257,6 +292,44 @@ def _advice(
         f"; parallel.strategy=ddp fits too, with {_gib(ddp.memory.total)}, and is simpler: an estimated "
         f"{_duration(ddp.traffic.seconds)} per step instead of {_duration(best.traffic.seconds)}"
     )
+
+
+def bf16_moments(
+    parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec, work: StepWorkload
+) -> tuple[str, LayoutCandidate] | None:
+    """The options with which moments are in bf16, and the best layout that fits with them without CPU offload.
+
+    None if there is none, or if moments are smaller already. They change what is learned, so they are advised and never
+    chosen.
+    """
+    optim = work.optim
+    if optim.state_dtype is not StateDtype.fp32:
+        return None
+    smaller = replace(work, optim=replace(optim, state_dtype=StateDtype.bf16))
+    layouts = (layout for layout in _layouts(parallel, cluster, model) if not layout.cpu_offload)
+    fitting = [of for layout in layouts if (of := _candidate(layout, parallel, cluster, model, smaller)).fits]
+    if not fitting:
+        return None
+    options = "optim.state_dtype=bf16"
+    if optim.betas[1] > MAX_BETA2_OF_BF16:
+        options += f" optim.betas=[{optim.betas[0]:g},{MAX_BETA2_OF_BF16:g}]"
+    return options, _best(fitting, cluster)
+
+
+def _moments_advice(
+    parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec, work: StepWorkload, best: LayoutCandidate
+) -> str:
+    """What bf16 moments save, if weights are offloaded because nothing else fits, or if nothing fits at all."""
+    is_last_resort = not best.fits or (parallel.cpu_offload is None and best.layout.cpu_offload)
+    found = bf16_moments(parallel, cluster, model, work) if is_last_resort else None
+    if found is None:
+        return ""
+    options, other = found
+    without = " without CPU offload" * best.fits
+    duration = f"an estimated {_duration(other.traffic.seconds)} per step"
+    if best.fits:
+        duration += f" instead of {_duration(best.traffic.seconds)}"
+    return f"; {options} would fit{without}: {other.name}, {_gib(other.memory.total)} per rank, {duration}"
 
 
 def _gib(num_bytes: float) -> str:

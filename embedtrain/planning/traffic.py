@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from embedtrain.config.losses import DistillSimilaritiesConfig, SimilarityMSEConfig
+from embedtrain.config.recipe import SELECTIVE
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.planning.flops import token_flops
 from embedtrain.planning.memory import ClusterSpec, StepWorkload
@@ -89,11 +90,13 @@ def step_traffic(
 
     tokens = local.texts * work.tokens_per_text * batches
     forward_flops, backward_flops = padded_token_flops(model, work.tokens_per_text)
-    recomputed = forward_flops if layout.activation_checkpointing else 0.0
+    recomputed = forward_flops if layout.activation_checkpointing is True else 0.0
     scores_compute = batches * _scores_flops(model, work, cluster.ranks) / cluster.flops
     forward_compute = tokens * forward_flops * (local.chunks + reencoded) / local.chunks / cluster.flops
     forward_compute += scores_compute
     backward_compute = tokens * (backward_flops + recomputed) / cluster.flops
+    if layout.activation_checkpointing == SELECTIVE:
+        backward_compute += tokens * _recomputed_bytes(model) / cluster.bandwidth_memory
 
     forward_seconds = shards.seconds(gathered * forward * repeats, groups * forward * repeats)
     backward_seconds = shards.seconds(gathered * backward * repeats, groups * backward * repeats)
@@ -142,6 +145,12 @@ def padded_token_flops(model: ModelSpec, tokens_per_text: int) -> tuple[float, f
     matmul_elements = model.weights.parameters - model.weights.lookup_elements
     attention = 4.0 * len(model.weights.blocks) * tokens_per_text * model.hidden
     return token_flops(matmul_elements, min(matmul_elements, model.weights.trained), attention)
+
+
+def _recomputed_bytes(model: ModelSpec) -> float:
+    """Bytes per token that selective recomputation moves: those that it does not keep, and about two for each."""
+    saved, kept = model.activations(False).block, model.activations(SELECTIVE).block
+    return 3.0 * len(model.weights.blocks) * max(0.0, saved - kept)
 
 
 def _scores_flops(model: ModelSpec, work: StepWorkload, ranks: int) -> float:

@@ -272,7 +272,7 @@ def _advise_when_exhausted(run: Run, model: LoadedModel) -> None:
     savings = [
         option
         for option, in_use in (
-            ("parallel.activation_checkpointing=true", layout.activation_checkpointing),
+            ("parallel.activation_checkpointing=true", layout.activation_checkpointing is True),
             ("parallel.strategy=fsdp", layout.shard > 1 or layout.replicate == 1),
             ("parallel.cpu_offload=true", layout.cpu_offload or run.world.device.type == "cpu"),
         )

@@ -85,3 +85,23 @@ def save_from_the_device(world: World, root: Path, cpu_offload: bool) -> None:
 def test_asynchronous_saves_from_a_device(cuda_ranks, tmp_path):
     for cpu_offload in (False, True):
         cuda_ranks(2, save_from_the_device, tmp_path / str(cpu_offload), cpu_offload)
+
+
+def save_at_the_end(world: World, root: Path) -> None:
+    live = Live(world, parallel(), odd=False)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("no save delays training, so none needs a copy")
+
+    reserve, Staging.reserve = Staging.reserve, refuse
+    try:
+        with open_checkpoints(root, world, every_minutes=0.0) as checkpoints:
+            checkpoints.prepare_asynchronous(live.trained, live.optimizer)
+            checkpoints.save(live.trained, live.optimizer, state_of(1))
+            assert open_checkpoint(step_path(root, 1)).step == 1  # written when `save` returns
+    finally:
+        Staging.reserve = reserve
+
+
+def test_a_run_that_saves_at_its_end_has_no_copies(cuda_ranks, tmp_path):
+    cuda_ranks(2, save_at_the_end, tmp_path)

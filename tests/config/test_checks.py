@@ -232,6 +232,7 @@ CASES = [
     option("optim.max_grad_norm", 0.0),
     option("parallel.shard_size", 2),
     option("parallel.shard_size", 0, parallel__strategy=Strategy.hsdp),
+    option("parallel.activation_checkpointing", "full"),
     option("parallel.timeout", 0.0),
     option("parallel.timeout", INFINITE),
     option("parallel.step_timeout", 0.0),

@@ -1,5 +1,6 @@
 """The command line and YAML become a Recipe or an error of one sentence; YAML never runs code."""
 
+import json
 import os
 import re
 import subprocess
@@ -618,3 +619,18 @@ def test_a_kind_has_its_own_options(kind, owner):
         if kind != owner:
             with pytest.raises(ConfigError, match=rf"model\.{name}=.*model\.kind={owner}.*not {kind}"):
                 compose_recipe([*GOOD, f"model.kind={kind}", f"loss={loss}", f"model.{option}"])
+
+
+@pytest.mark.parametrize("value", [True, False, "selective", None])
+def test_activation_checkpointing_is_a_flag_or_a_word(value, tmp_path):
+    """Recipes of earlier versions have true or false."""
+    recipe = compose_recipe([*GOOD, f"parallel.activation_checkpointing={json.dumps(value)}"])
+    found = recipe.parallel.activation_checkpointing
+    assert (type(found), found) == (type(value), value)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(to_plain(recipe)))
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+
+
+def test_activation_checkpointing_of_another_type():
+    with pytest.raises(ConfigError, match=r"parallel\.activation_checkpointing=3\b"):
+        compose_recipe([*GOOD, "parallel.activation_checkpointing=3"])

@@ -48,6 +48,8 @@ def test_the_command_prints_tables(tmp_path):
         "XLMRobertaModel, 558,840,832 parameters",
         "chosen     ddp: fits on every rank",
         "memory per GPU, GiB",
+        "host memory per node, GiB",
+        "copies for asynchronous checkpoints",
         "optimizer",
         "gradients being reduced",
         "all-gathers of weights",
@@ -137,6 +139,9 @@ def test_only_json_is_printed():
         "parameters", "gradients", "optimizer", "activations", "loss", "gathered", "reducing"
     }  # fmt: skip
     assert chosen["fits"] is True
+    host = chosen["host_memory"]
+    assert host["total"] == sum(value for name, value in host.items() if name != "total")
+    assert host["checkpoint"] == pytest.approx(12 * 7_504_924_672)
     assert result["model"]["parameters"] == 7_504_924_672
     assert result["changes"] == []
     tight = json.loads(only_stdout(*arguments, "gpus=1", "gpu_memory=16", code=1))
@@ -214,6 +219,16 @@ def test_lora_needs_less_memory():
     assert adapted.best.fits
     assert adapted.model.weights.frozen_by_dtype == {"bfloat16": 2 * 7_504_924_672}
     assert adapted.model.weights.trained < 0.01 * adapted.model.weights.parameters
+
+
+def test_host_memory_limits_offload():
+    """Eight billion weights and their moments fit on no GPU; a host of 200 GB cannot hold them and copies either."""
+    arguments = [shape(LLAMA_3_8B), "model.pooling=last", "gpus=1", "train.chunk_tokens=4096"]
+    limited = planned(*arguments, "host_memory=200")
+    assert not limited.best.fits
+    page = call("plan", *arguments, "host_memory=2000")
+    assert "CPU offload: fits on every rank" in page
+    assert "2000.0 GiB per node, of which 1800.0 are usable" in page
 
 
 def test_help_lists_the_options():

@@ -1,6 +1,7 @@
 """Planned memory by kind: compared with torch's tracker on 8 fake ranks; cached graphs that fit."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -9,13 +10,15 @@ from dataclasses import replace
 import pytest
 
 from embedtrain.config.losses import InfoNCEConfig, MatryoshkaConfig
-from embedtrain.config.recipe import GradientReduction, Strategy
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import SELECTIVE, CheckpointConfig, CheckpointContents, GradientReduction, Strategy
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.planning.memory import (
     ClusterSpec,
     MemoryUse,
     StepWorkload,
     fit_activation_tokens,
+    host_memory,
     reduces_once_per_step,
     step_memory,
 )
@@ -98,6 +101,8 @@ def test_options_that_save_memory():
     assert memory_of(LLAMA, replace(FSDP, reshard_after_forward=True), rows=128).total < base.total
     checkpointed = memory_of(LLAMA, replace(FSDP, activation_checkpointing=True), rows=128)
     assert checkpointed.activations < 0.2 * base.activations
+    selective = memory_of(LLAMA, replace(FSDP, activation_checkpointing=SELECTIVE), rows=128)
+    assert 2 * checkpointed.activations < selective.activations < 0.6 * base.activations
     offloaded = memory_of(LLAMA, replace(FSDP, cpu_offload=True), rows=128)
     assert offloaded.optimizer == 0
     assert offloaded.parameters < 1e6  # buffers
@@ -123,6 +128,77 @@ def test_unreduced_gradients_between_chunks():
 )
 def test_gradient_reduction_is_chosen_by_memory(layout, memory, per_step):
     assert reduces_once_per_step(GradientReduction.auto, layout, 10**9, memory) is per_step
+
+
+def host_of(layout: ParallelLayout, *, ranks: int = RANKS, model: ModelSpec = LLAMA, **work):
+    return host_memory(model, layout, ClusterSpec(ranks=ranks, per_node=RANKS, memory=80 * GIB), StepWorkload(**work))
+
+
+def test_offload_takes_powers_of_two_of_host_memory():
+    """torch rounds page-locked memory of each shard up; moments are ordinary memory."""
+    matrices = {
+        "embedding": (128256, 4096, 1),
+        "projections": (4096, 4096, 2 * 32),
+        "keys, values": (1024, 4096, 2 * 32),
+        "mlp": (14336, 4096, 2 * 32),
+        "down": (4096, 14336, 32),
+        "norms": (4096, 1, 2 * 32 + 1),
+    }
+    for shards, ranks in ((1, 1), (8, 8), (8, 16)):
+        layout = ParallelLayout(Strategy.hsdp, ranks // shards, shards, "", cpu_offload=True)
+        found = host_of(layout, ranks=ranks)
+        sizes = [(-(-rows // shards) * width * 4, count) for rows, width, count in matrices.values()]
+        pinned = min(ranks, 8) * sum(count * 2 ** math.ceil(math.log2(size)) for size, count in sizes)
+        assert (found.weights, found.gradients) == (pinned, pinned)
+        assert found.weights > 1.1 * min(ranks, 8) / shards * 4 * LLAMA.weights.parameters
+        assert found.optimizer == pytest.approx(min(ranks, 8) / shards * 8 * LLAMA.weights.parameters)
+        # Both nodes of two compute, and one of them writes checkpoints.
+        assert found.checkpoint == pytest.approx(12 * LLAMA.weights.parameters)
+    assert host_of(FSDP).weights == host_of(FSDP).optimizer == 0
+
+
+def test_copies_of_checkpoints_are_planned_if_saves_are_periodic():
+    weights = 4.0 * LLAMA.weights.parameters
+    for options, expected in (
+        ({}, 3 * weights),
+        ({"asynchronous": False}, 0),
+        ({"every_minutes": 0}, 0),  # at the end only
+        ({"every": 100, "every_minutes": 0}, 3 * weights),
+        ({"every_minutes": 0, "best_metric": "dev/ndcg@10"}, 3 * weights),
+        ({"contents": CheckpointContents.model}, 0),  # by time only checkpoints to resume from are saved
+        ({"contents": CheckpointContents.model, "every": 100}, weights),
+    ):
+        checkpoint = CheckpointConfig(**options)
+        assert host_of(FSDP, checkpoint=checkpoint).checkpoint == pytest.approx(expected), options
+        # One of the replicas writes.
+        assert host_of(DDP, checkpoint=checkpoint).checkpoint == pytest.approx(expected), options
+    assert host_of(DDP, optim=OptimConfig(ema=0.99)).checkpoint == pytest.approx(4 * weights)
+
+
+def test_ranks_on_cpus_have_one_memory():
+    cluster = ClusterSpec.of_ranks(2, 2, 64 * GIB, gpu=False, host_memory=GIB)
+    assert host_memory(LLAMA, replace(DDP, replicate=2), cluster, StepWorkload()).total == 0
+    assert math.isinf(cluster.usable_on_host)
+
+
+def test_selective_recomputation_caches_more_graphs():
+    cluster = ClusterSpec(ranks=8, per_node=8, memory=80 * GIB)
+    plain, selective, full = (
+        fit_activation_tokens(
+            XLMR,
+            replace(DDP, activation_checkpointing=which),
+            cluster,
+            CACHED,
+            reduce_per_step=True,
+            free=cluster.memory,
+        )
+        for which in (False, SELECTIVE, True)
+    )
+    blocks = len(XLMR.weights.blocks)
+    ratio = XLMR.activations(False).cached(blocks) / XLMR.activations(SELECTIVE).cached(blocks)
+    assert ratio > 1.4
+    assert selective / plain == pytest.approx(ratio, rel=0.1)
+    assert full > 4 * selective
 
 
 def activation_tokens(memory: float, work: StepWorkload = CACHED, free: float | None = None) -> int:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from embedtrain.commands.plan.compute import changes, largest_chunk
-from embedtrain.config.recipe import GradientReduction, ParallelConfig, Strategy
+from embedtrain.config.optim import OptimConfig, StateDtype
+from embedtrain.config.recipe import SELECTIVE, CheckpointConfig, GradientReduction, ParallelConfig, Strategy
 from embedtrain.errors import ConfigError
 from embedtrain.planning.memory import ClusterSpec, StepWorkload
 from embedtrain.planning.strategy import choose_encoding_layout, choose_layout, layout_candidates
@@ -16,6 +17,11 @@ GIB = 2**30
 TINY = spec_of(small_model("xlm-roberta").config, length=48)
 LARGE, LLAMA = spec_of(XLMR_LARGE), spec_of(LLAMA_3_8B)
 LLAMA_1B = spec_of(LLAMA_3_8B, hidden_size=2048, num_hidden_layers=16, intermediate_size=8192)
+# Four billion weights in the shape of Qwen3: too many for fp32 moments beside them on a GPU of 80 GB.
+QWEN3_4B = spec_of(
+    {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "num_hidden_layers": 36, "head_dim": 128,
+     "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 9728, "tie_word_embeddings": True}
+)  # fmt: skip
 # Half a billion weights in the shape of Qwen1.5, for which FSDP on one node is popular but not needed.
 HALF = spec_of(LLAMA_3_8B, vocab_size=151936, hidden_size=1024, num_hidden_layers=24, intermediate_size=2816,
              num_attention_heads=16, num_key_value_heads=16)  # fmt: skip
@@ -95,7 +101,7 @@ def test_a_larger_model_is_sharded_within_nodes_then_over_nodes():
 
 
 def test_memory_is_saved_only_as_far_as_needed():
-    """With less memory: resharding first, then activation checkpointing, CPU offload last."""
+    """With less memory: resharding first, then selective activation checkpointing, all of it, CPU offload last."""
     small = {"chunk_tokens": 1024}
     selected = [choice_for(LLAMA, memory=memory, more_work=small).layout for memory in (160, 60, 26, 12)]
     assert [(c.strategy, c.reshard_after_forward, c.cpu_offload) for c in selected[1:]] == [
@@ -104,8 +110,8 @@ def test_memory_is_saved_only_as_far_as_needed():
         (Strategy.fsdp, True, True),
     ]
     assert selected[0].strategy is Strategy.ddp
-    many = [choice_for(LARGE, memory=memory, more_work={"chunk_tokens": 65536}).layout for memory in (80, 28)]
-    assert [c.activation_checkpointing for c in many] == [False, True]
+    many = [choice_for(LARGE, memory=memory, more_work={"chunk_tokens": 65536}).layout for memory in (80, 28, 16)]
+    assert [c.activation_checkpointing for c in many] == [False, SELECTIVE, True]
 
 
 def test_the_fastest_layout_that_fits_is_chosen():
@@ -141,6 +147,9 @@ def test_requested_options_are_obeyed(options, shape):
     for name in ("reshard_after_forward", "activation_checkpointing", "cpu_offload"):
         for value in (False, True):
             assert getattr(choice_for(TINY, **options, **{name: value}).layout, name) is value
+    selective = choice_for(TINY, **options, activation_checkpointing=SELECTIVE)
+    assert selective.layout.activation_checkpointing == SELECTIVE
+    assert selective.best.name.endswith("selective activation checkpointing")
 
 
 def test_advice_against_fsdp_for_a_small_model_on_one_node():
@@ -187,6 +196,53 @@ def test_cpu_offload_is_not_considered_on_cpus():
     on_cpu = layout_candidates(ParallelConfig(), cluster_of(gpu=False), TINY, work_of())
     assert not any(c.layout.cpu_offload for c in on_cpu)
     assert any(c.layout.cpu_offload for c in layout_candidates(ParallelConfig(), cluster_of(), TINY, work_of()))
+
+
+ONE_GPU = {"ranks": 1, "per_node": 1, "memory": 80 * GIB}
+
+
+def test_cpu_offload_is_the_last_remedy_and_needs_host_memory():
+    """Four billion weights on one GPU: bf16 moments are advised before offload, which a small host does not have."""
+    job = work_of(rows=256)
+    large = choose_layout(ParallelConfig(), ClusterSpec(**ONE_GPU, host_memory=512 * GIB), QWEN3_4B, job)
+    assert large.layout.cpu_offload
+    assert "GiB of host memory per node" in large.layout.reason
+    advice = "optim.state_dtype=bf16 optim.betas=[0.9,0.99] would fit without CPU offload: ddp"
+    assert advice in large.layout.reason
+    small = choose_layout(ParallelConfig(), ClusterSpec(**ONE_GPU, host_memory=128 * GIB), QWEN3_4B, job)
+    assert not small.best.fits
+    assert "optim.state_dtype=bf16 optim.betas=[0.9,0.99] would fit: ddp" in small.layout.reason
+    smaller = replace(job, optim=OptimConfig(state_dtype=StateDtype.bf16, betas=[0.9, 0.99]))
+    taken = choose_layout(ParallelConfig(), ClusterSpec(**ONE_GPU, host_memory=128 * GIB), QWEN3_4B, smaller)
+    assert taken.best.fits
+    assert not taken.layout.cpu_offload
+    assert "state_dtype" not in taken.layout.reason
+
+
+def test_offload_is_not_chosen_for_its_estimated_time():
+    """Chunks are encoded twice unless their graphs fit, for which offload would leave memory."""
+    job = work_of(rows=2048, chunk_tokens=16384)
+    given = cluster_of(1, 28), LLAMA_1B, job
+    best = choose_layout(ParallelConfig(), *given, always_measure=True).best
+    fastest = min(
+        (of for of in layout_candidates(ParallelConfig(), *given) if of.fits), key=lambda of: of.traffic.seconds
+    )
+    assert fastest.layout.cpu_offload
+    assert best.fits
+    assert not best.layout.cpu_offload
+
+
+def test_a_requested_offload_that_a_host_cannot_hold_is_marked():
+    job, parallel = work_of(rows=256), ParallelConfig(strategy=Strategy.ddp, cpu_offload=True)
+    tight = ClusterSpec(**ONE_GPU, host_memory=110 * GIB)
+    choice = choose_layout(parallel, tight, QWEN3_4B, job, always_measure=True)
+    assert not choice.best.fits
+    assert choice.best.memory.total < tight.usable
+    assert "99.0 GiB are usable: the system would end a rank without a message" in choice.layout.reason
+    sentences = changes(parallel, tight, QWEN3_4B, job, choice.best)
+    assert any(line.startswith("checkpoint.asynchronous=false: ") for line in sentences)
+    in_place = replace(job, checkpoint=CheckpointConfig(asynchronous=False))
+    assert choose_layout(parallel, tight, QWEN3_4B, in_place).best.fits
 
 
 def test_encoding_replicates_weights_below_half_of_the_memory():

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
-from embedtrain.config.recipe import Precision, Strategy
+from embedtrain.config.recipe import SELECTIVE, Precision, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.sharding import ParallelLayout, shard_encoder
 from embedtrain.distributed.world import World
@@ -117,6 +117,22 @@ def test_activation_checkpointing_adds_a_third():
     assert checkpointed / plain == pytest.approx(4 / 3, rel=0.01)
     # Six FLOPs per weight and token, and attention.
     assert plain == pytest.approx(6 * 32 * 512 * (7.5e9 - 0.525e9) / cluster.flops, rel=0.05)
+
+
+def test_selective_checkpointing_moves_memory_and_computes_no_product_again():
+    model, work = spec_of(LLAMA_3_8B), StepWorkload(rows=128, tokens_per_text=512)
+
+    def compute(which: bool | str, **rates: float) -> float:
+        cluster = ClusterSpec(ranks=8, per_node=8, memory=80 * 2**30, **rates)
+        layout = ParallelLayout(Strategy.fsdp, 1, 8, "", activation_checkpointing=which)
+        return step_traffic(model, layout, cluster, work, reduce_per_step=False).compute
+
+    assert compute(False) < compute(SELECTIVE) < compute(True)
+    at_once = compute(SELECTIVE, bandwidth_memory=1e18)
+    assert at_once == pytest.approx(compute(False), rel=1e-4)
+    assert compute(SELECTIVE, bandwidth_memory=1.5e12) - at_once == pytest.approx(
+        2 * (compute(SELECTIVE) - at_once), rel=1e-3
+    )
 
 
 def test_a_reduction_once_per_step_overlaps_with_the_last_chunk_only():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from embedtrain.distributed.device import CGROUP, cgroup_memory
 from embedtrain.distributed.watchdog.launcher import find_launcher
 from embedtrain.distributed.watchdog.peers import format_ranks
 from embedtrain.distributed.world import World
@@ -158,7 +159,6 @@ def check_ports(world: World, hosts: Sequence[str]) -> list[Finding]:
 PER_HOST = ("cpu", "threads", "memory", "/dev/shm", "files")  # noqa: S108
 _GIB = 1 << 30
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - checked, not written
-_CGROUP = Path("/sys/fs/cgroup")
 _BLOCK_SIZE = 4 << 20  # bytes written at a time
 _MAX_SIZE, _MAX_SECONDS = 256 << 20, 5.0  # of the file for measuring the speed
 _MIN_FREE = 5 * 10**9
@@ -204,10 +204,7 @@ def _check_threads(local_size: int) -> Finding:
 def _check_memory() -> Finding:
     memory = psutil.virtual_memory()
     text = _free(memory.available, memory.total)
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    if limit is None:
-        limit = _number(_CGROUP / "memory/memory.limit_in_bytes")
-        used = _number(_CGROUP / "memory/memory.usage_in_bytes")
+    limit, used = cgroup_memory(CGROUP)
     if limit is None or limit >= memory.total:
         return Finding("devices", "memory", text)
     return Finding("devices", "memory", f"{text}; the cgroup allows {_gib(limit)}, {_gib(used or 0)} in use")
@@ -285,10 +282,10 @@ def _processor() -> str:
 def _quota() -> float | None:
     """The number of cores whose time the cgroup allows; None without a limit."""
     try:
-        quota, period = (_CGROUP / "cpu.max").read_text(encoding="utf-8").split()
+        quota, period = (CGROUP / "cpu.max").read_text(encoding="utf-8").split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
-        quota_us, period_us = _number(_CGROUP / "cpu/cpu.cfs_quota_us"), _number(_CGROUP / "cpu/cpu.cfs_period_us")
+        quota_us, period_us = _number(CGROUP / "cpu/cpu.cfs_quota_us"), _number(CGROUP / "cpu/cpu.cfs_period_us")
         return quota_us / period_us if quota_us is not None and quota_us > 0 and period_us else None
 
 

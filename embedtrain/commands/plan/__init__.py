@@ -37,7 +37,7 @@ HELP = """embedtrain plan: memory, strategy and time of a training, before a GPU
 No GPU, data or weights are needed: only a model's configuration is downloaded.
 The exit code is 0 if the training fits in memory, and 1 if it does not.
 
-{options: gpus gpus_per_node gpu_memory bandwidth_node bandwidth_network tflops tokens_per_text
+{options: gpus gpus_per_node gpu_memory host_memory bandwidth_node bandwidth_network tflops tokens_per_text
   texts_per_row documents queries search_depth tokens_per_query index.dtype index.scan_dtype index.place
   search_tflops tokens_per_second json}
 
@@ -52,6 +52,7 @@ class PlanOptions(IndexOptions, JsonOptions):
     gpus_per_node: int = option(8, at_least=1)  # GPUs per machine
     # GiB per GPU, of which a tenth is left for the driver and for what the plan omits
     gpu_memory: float = option(80.0, above=0)
+    host_memory: float | None = option(None, above=0, hint="null sets no limit")  # GiB per machine; null: not limited
     bandwidth_node: float = option(300.0, above=0)  # GB/s that a GPU sends within its node (H100: NVLink)
     # GB/s that a GPU sends to other nodes (an adapter of 400 Gb/s each)
     bandwidth_network: float = option(50.0, above=0)
@@ -202,6 +203,13 @@ _MEMORY = {
     "gathered": "unsharded weights",
     "reducing": "gradients being reduced",
 }
+_HOST_MEMORY = {
+    "weights": "weights, with CPU offload",
+    "gradients": "gradients, with CPU offload",
+    "optimizer": "optimizer, with CPU offload",
+    "checkpoint": "copies for asynchronous checkpoints",
+    "processes": "libraries and batches, at most",
+}
 _TRAFFIC = {
     "all_gather": "all-gathers of weights",
     "reduce_scatter": "reduce-scatters of gradients",
@@ -234,6 +242,12 @@ def print_plan(page: "Page", plan: "TrainingPlan") -> None:
         "rest is reserved for the driver and the communication library",
         "dim",
     )
+    page.subheading("host memory per node, GiB")
+    rows = [[label, *(_gib(c.host.by_kind[kind]) for c in candidates)] for kind, label in _HOST_MEMORY.items()]
+    page.table(header, [*rows, ["total", *(_gib(c.host.total) for c in candidates)]])
+    if plan.cluster.host_memory is not None:
+        usable = plan.cluster.usable_on_host / 2**30
+        page.note(f"{plan.cluster.host_memory / 2**30:.1f} GiB per node, of which {usable:.1f} are usable", "dim")
     page.subheading("traffic sent per GPU and step, GB")
     rows = [[label, *(_gb(getattr(c.traffic, kind)) for c in candidates)] for kind, label in _TRAFFIC.items()]
     page.table(header, [*rows, ["total", *(_gb(c.traffic.bytes) for c in candidates)]])

@@ -20,11 +20,19 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import check_packing
 from embedtrain.models.sparse_head import words_per_block
 from embedtrain.planning.flops import token_flops
-from embedtrain.planning.memory import ClusterSpec, RankWorkload, StepWorkload, fit_activation_tokens, step_memory
+from embedtrain.planning.memory import (
+    ClusterSpec,
+    RankWorkload,
+    StepWorkload,
+    fit_activation_tokens,
+    host_memory,
+    step_memory,
+)
 from embedtrain.planning.model_costs import ModelSpec, build_meta_encoder, model_spec
 from embedtrain.planning.strategy import (
     LayoutCandidate,
     LayoutChoice,
+    bf16_moments,
     choose_encoding_layout,
     choose_layout,
     layout_candidates,
@@ -94,8 +102,8 @@ class TrainingPlan:
 
         `recipe`; `model`: elements of all, trained, block, root and embedding weights, bytes of frozen weights by type;
         `cluster`; `work`, with one rank's part as `per_rank`; `chosen` and `next_best` (or null): layout, `reason`,
-        `fits`, `memory` by kind in the peak `phase`, `traffic`; `vocabulary_head` of a sparse model (or null);
-        `largest_chunk` (or null); `changes`: sentences.
+        `fits`, `memory` by kind in the peak `phase`, `host_memory` of a node by kind, `traffic`; `vocabulary_head` of a
+        sparse model (or null); `largest_chunk` (or null); `changes`: sentences.
         """
         model, weights = self.model, self.model.weights
         return {
@@ -141,6 +149,7 @@ def _candidate_json(candidate: LayoutCandidate) -> dict[str, Any]:
         "reduce_per_step": candidate.reduce_per_step,
         "fits": candidate.fits,
         "memory": {**memory.by_kind, "total": memory.total, "phase": memory.phase},
+        "host_memory": {**candidate.host.by_kind, "total": candidate.host.total},
         "traffic": {**asdict(traffic), "bytes": traffic.bytes, "seconds": traffic.seconds},
     }
 
@@ -176,6 +185,7 @@ def planned_model(recipe: Recipe, options: "PlanOptions") -> PlannedModel:
         ranks=options.gpus,
         per_node=min(options.gpus, options.gpus_per_node),
         memory=int(options.gpu_memory * 2**30),
+        host_memory=None if options.host_memory is None else int(options.host_memory * 2**30),
         bandwidth_node=options.bandwidth_node * 1e9,
         bandwidth_network=options.bandwidth_network * 1e9,
         flops=options.tflops * 1e12,
@@ -293,6 +303,10 @@ def changes(
     if best.fits:
         return []
     sentences = []
+    if not best.host.fits(cluster) and work.checkpoint.stages:
+        in_place = replace(work, checkpoint=replace(work.checkpoint, asynchronous=False))
+        if host_memory(model, best.layout, cluster, in_place).fits(cluster):
+            sentences.append("checkpoint.asynchronous=false: saves without a copy in host memory, while training waits")
     chunk = largest_chunk(model, best.layout, cluster, work, reduce_per_step=best.reduce_per_step)
     if chunk is not None:
         sentences.append(f"train.chunk_tokens={chunk}: the largest with which {best.name} fits")
@@ -309,6 +323,9 @@ def changes(
         if fitting:
             fastest = min(fitting, key=lambda candidate: candidate.traffic.seconds)
             sentences.append(f"leave parallel.* unset: {fastest.name} fits")
+    moments = bf16_moments(parallel, cluster, model, work)
+    if moments is not None:
+        sentences.append(f"{moments[0]}: {moments[1].name} fits")
     ranks = cluster.ranks * 2
     while ranks <= _MAX_RANKS:
         larger = replace(cluster, ranks=ranks)

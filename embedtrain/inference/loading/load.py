@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, ParallelConfig, Strategy
+from embedtrain.config.recipe import SELECTIVE, Attention, LoraConfig, ModelConfig, ParallelConfig, Strategy
 from embedtrain.config.validation import model_option, tower_options_named
 from embedtrain.data.tokens import TextTokenizer, TowerLayout
 from embedtrain.data.types import Chunk
-from embedtrain.distributed.device import free_memory, total_memory
+from embedtrain.distributed.device import free_memory, node_memory, total_memory
 from embedtrain.distributed.sharding import (
     ParallelLayout,
     UnshardedWeight,
@@ -93,11 +93,13 @@ class LoadedModel:
     planned_memory: float = 0.0  # bytes of a rank in a training step in which each chunk is encoded twice
 
 
-def _limits_of_every_rank(world: World) -> tuple[int, int, tuple[int, int]]:
-    """Total and free bytes, and the compute capability, of the ranks that have the least of each. A collective."""
-    sizes = total_memory(world.device, world.local_size), free_memory(world.device, world.local_size)
-    total, free, capability = zip(*world.gather((*sizes, compute_capability(world.device))), strict=True)
-    return min(total), min(free), min(capability)
+def _limits_of_every_rank(world: World) -> tuple[ClusterSpec, int, tuple[int, int]]:
+    """The ranks, free bytes and compute capability of a rank; each of those that have the least. A collective."""
+    sizes = total_memory(world.device, world.local_size), free_memory(world.device, world.local_size), node_memory()
+    total, free, host, capability = zip(*world.gather((*sizes, compute_capability(world.device))), strict=True)
+    on_gpu = world.device.type == "cuda"
+    ranks = ClusterSpec.of_ranks(world.size, world.local_size, min(total), gpu=on_gpu, host_memory=min(host))
+    return ranks, min(free), min(capability)
 
 
 def load_model(
@@ -124,7 +126,7 @@ def load_model(
     """
     quiet_libraries()
     parallel = replace(parallel, precision=resolve_precision(parallel.precision, world))
-    memory, free, capability = _limits_of_every_rank(world)
+    machines, free, capability = _limits_of_every_rank(world)
     with world.fail_together("opening the model"):
         source = _open_verified(model, source, world, read_weights=read_weights or model.lora.on)
         bound = _bound_tokenizer(source, tokenizer, model)
@@ -136,7 +138,6 @@ def load_model(
         adapted = _add_adapters(encoder, model.lora, parallel, source)
         costs = _model_spec(encoder, blocks, parallel, bound, world, packed=packed)
         work = None if work is None else replace(work, tokens_per_text=bound.longest_text)
-        machines = ClusterSpec.of_ranks(world.size, world.local_size, memory, gpu=world.device.type == "cuda")
         choice, activation_tokens = _choose_layout(parallel, machines, costs, work, free)
         layout = choice.layout
         if layout.strategy is not Strategy.ddp and not blocks:
@@ -358,7 +359,9 @@ def _describe(
     adapted: AdapterInfo | None,
 ) -> list[str]:
     """Lines about the model, its layout on the ranks, and its adapters."""
-    memory = ", activations recomputed" * layout.activation_checkpointing + ", in host memory" * layout.cpu_offload
+    memory = ", activations recomputed" * bool(layout.activation_checkpointing)
+    memory += " between products" * (layout.activation_checkpointing == SELECTIVE)
+    memory += ", in host memory" * layout.cpu_offload
     classes = [type(block).__name__ for block in blocks]
     backbones = [type(tower.backbone).__name__.removeprefix("FSDP") for tower in encoder.towers.values()]
     return [

@@ -252,7 +252,7 @@ def _reason(
     if not best.host.fits(cluster):
         memory += f", of which {_gib(cluster.usable_on_host)} are usable: the system would end a rank without a message"
     if not best.fits:
-        start = "requested" if parallel.strategy is not Strategy.auto else "nothing fits, this exceeds memory the least"
+        start = "requested" if parallel.strategy is not Strategy.auto else "nothing fits, this needs the least memory"
         return f"{start}: {memory}"
     if parallel.strategy is not Strategy.auto:
         return f"requested: {memory}"

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.config.recipe import SELECTIVE, ModelConfig, Pooling, Strategy
 from embedtrain.data.types import Chunk, Packing
-from embedtrain.distributed.sharding import recompute_activations
+from embedtrain.distributed.sharding import _is_kept, recompute_activations
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.formats.source import open_model_source
@@ -234,3 +234,29 @@ def test_a_mask_that_the_cache_has_lost_is_not_computed_again():
     (vectors,) = encoder(chunk_of(packed=True))
     _window_mask.cache_clear()
     vectors.sum().backward()
+
+
+def test_kernels_that_are_kept():
+    """Those of GPUs, which do not run here, by their names in this version of torch."""
+    import torch.nn.attention.varlen  # registers its operations
+
+    aten, kernels = torch.ops.aten, torch.ops.torch_attn
+    kept = [
+        aten.mm.default,
+        aten.addmm.default,
+        aten._scaled_mm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        kernels._varlen_attn.default,
+    ]
+    recomputed = [
+        aten.bmm.default,
+        aten._softmax.default,
+        aten._fused_sdp_choice.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+        kernels._varlen_attn_backward.default,
+        aten.native_layer_norm.default,
+    ]
+    assert all(_is_kept(operation.name()) for operation in kept)
+    assert not any(_is_kept(operation.name()) for operation in recomputed)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from embedtrain.config.recipe import Attention, GradientReduction, LoraConfig, Precision, Strategy
+from embedtrain.config.recipe import SELECTIVE, Attention, GradientReduction, LoraConfig, Precision, Strategy
 from tests.pretend_cuda.steps import Case, agree, run_case
 from tests.small import ARCHITECTURES, MORE_ARCHITECTURES
 
@@ -57,6 +57,19 @@ def test_layouts_of_one_rank(cuda_ranks, name):
     case = Case(precision=Precision.fp32, attention=Attention.padded, **LAYOUTS[name])
     ((result, expected),) = cuda_ranks(1, run_case, case, 2)
     agree(result, expected, TOLERANCES[Precision.fp32])
+
+
+@pytest.mark.parametrize("architecture", ["xlm-roberta", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_selective_recomputation_of_packed_texts(cuda_ranks, architecture):
+    """The kernel for packed texts has run once for each text and layer, as without recomputation."""
+    case = Case(
+        architecture=architecture,
+        attention=Attention.packed,
+        precision=Precision.bf16,
+        parallel={"activation_checkpointing": SELECTIVE},
+    )
+    ((result, expected),) = cuda_ranks(1, run_case, case)
+    agree(result, expected, TOLERANCES[Precision.bf16])
 
 
 # Of a step of two ranks with FSDP and InfoNCE: three units of FSDP (two blocks and the rest) and the embeddings of the

@@ -31,6 +31,9 @@ class TrackingConfig:
     # loss.
     verbose: bool = False
     geometry: bool = True  # similarities of positives, of the hardest negatives, ... of every logged batch
+    # Measure the fraction of the step that ranks spend in exposed collectives, in the 3rd step and every 100th logged
+    # one; null: on CPUs. On a GPU torch's profiler measures it, which starts for seconds and excludes other profilers.
+    communication: bool | None = None
     profile: list[int] = field(default_factory=list)  # steps to trace, such as [10,11,12]
     profile_ranks: list[int] | None = field(default_factory=lambda: [0])  # ranks that write traces; null: all
     report: bool = True  # write report.html at the end, for which a few texts are encoded before and after

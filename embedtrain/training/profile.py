@@ -1,9 +1,10 @@
 """Profiles of steps: how ranks spend their time, the fraction of it in exposed communication, traces for Perfetto.
 
 On a GPU, exposed communication is the time of NCCL kernels during which no other kernel runs, measured by
-torch.profiler. Profiling CPU operators would slow the step down by a fifth and take seconds to process. On a CPU
-communication does not overlap with computation, because the main thread itself waits for it, so these waits are timed.
-The two functions of torch in which it waits are replaced meanwhile (checked on 2.13).
+torch.profiler, which is started only where the recipe asks for it. Profiling CPU operators would slow the step down by
+a fifth and take seconds to process. On a CPU communication does not overlap with computation, because the main thread
+itself waits for it, so these waits are timed. The two functions of torch in which it waits are replaced meanwhile
+(checked on 2.13).
 """
 
 import contextlib
@@ -238,7 +239,7 @@ class StepProfiler:
 
     Steps in `tracking.profile` are measured in full; consecutive ones share a profile. Every rank times them, and those
     in `tracking.profile_ranks` also write a trace. Of other steps, one in `rows_between` logged rows measures the
-    fraction of its time in exposed communication.
+    fraction of its time in exposed communication, if `tracking.communication` is true, or null on a CPU.
     """
 
     def __init__(
@@ -253,6 +254,8 @@ class StepProfiler:
     ) -> None:
         self._tracking, self._world, self._directory, self._tracker = tracking, world, directory, tracker
         self._current: _CurrentProfile | None = None
+        wanted = tracking.communication
+        self._measures_communication = world.size > 1 and (world.device.type == "cpu" if wanted is None else wanted)
         self._interval = rows_between * log_every  # steps from one measurement of communication to the next
         self._num_steps = 0  # without those in `tracking.profile`
         self._communication: float | None = None
@@ -314,7 +317,7 @@ class StepProfiler:
         is_due = (
             self._num_steps >= FIRST_MEASURED_STEP and (self._num_steps - FIRST_MEASURED_STEP) % self._interval == 0
         )
-        if not is_due or self._world.size == 1:
+        if not is_due or not self._measures_communication:
             yield
             return
         started = time.perf_counter()

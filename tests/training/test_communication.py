@@ -1,9 +1,11 @@
 """The fraction of a step in which ranks communicate: waiting for a late rank counts, computation does not."""
 
+import contextlib
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from embedtrain.config.recipe import TrackingConfig
 from embedtrain.distributed.world import World
+from embedtrain.training import profile
 from embedtrain.training.profile import (
     StepProfiler,
     covered_length,
@@ -57,6 +60,37 @@ def test_computation_is_not_communication(ranks):
 
 def test_a_single_rank_is_not_measured(ranks):
     assert ranks(1, measure, 0.0, 0.0, "barrier") == [[{}] * 6]
+
+
+def measured_steps(world: World, wanted: bool | None) -> list[dict[str, float]]:
+    """Of four steps; what the profiler would measure is 0.25."""
+    profiler = StepProfiler(TrackingConfig(communication=wanted), world, Path(), None, log_every=1, rows_between=1)
+    measured = []
+    with mock.patch.object(profile, "gpu_profile", lambda device: contextlib.nullcontext(lambda: 0.25)):
+        for _ in range(4):
+            with mock.patch.object(time, "perf_counter", iter((1.0, 2.0)).__next__), profiler.measure_communication():
+                pass
+            measured.append(profiler.pop_communication())
+    return measured
+
+
+@pytest.mark.parametrize(("wanted", "is_measured"), [(None, False), (False, False), (True, True)])
+def test_a_gpu_is_profiled_only_if_that_is_asked_for(cuda_ranks, wanted, is_measured):
+    """Its profiler takes seconds to start and excludes others, such as Nsight Systems."""
+    steps = [{"communication": 0.25} if is_measured else {}] * 2
+    assert cuda_ranks(2, measured_steps, wanted) == [[{}, {}, *steps]] * 2
+
+
+def measured_on_cpu(world: World) -> bool:
+    profiler = StepProfiler(TrackingConfig(communication=False), world, Path(), None, log_every=1, rows_between=1)
+    for _ in range(4):
+        with profiler.measure_communication():
+            world.barrier()
+    return bool(profiler.pop_communication())
+
+
+def test_waits_on_a_cpu_are_not_timed_if_that_is_declined(ranks):
+    assert ranks(2, measured_on_cpu) == [False, False]
 
 
 def wait_in_thread(world: World) -> tuple[float, bool, bool]:

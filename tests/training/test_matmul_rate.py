@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.world import World
 from embedtrain.planning import flops
-from embedtrain.planning.flops import matmul_rate, peak_flops
+from embedtrain.planning.flops import FlopsReference, matmul_rate, peak_flops
+from embedtrain.training.loop import _Throughput
+from embedtrain.training.step import StepReport
 
 
 def rate_for_durations(world: World, seconds: list[float]) -> tuple[float, int]:
@@ -33,6 +36,17 @@ def test_the_rate_is_the_mean_over_ranks_for_one_size(ranks):
     assert ranks(1, rate_for_durations, [1e-4]) == [(2 * 1024**3 / 1e-4, 1024)]
     slow = 2 * 256**3 / 1e-2
     assert ranks(2, rate_for_durations, [1e-4, 1e-2]) == [(pytest.approx((slow * 100 + slow) / 2), 256)] * 2
+
+
+def test_mfu_is_the_fraction_of_the_datasheet_and_not_of_the_measured_rate():
+    report = StepReport(
+        loss=0.0, measures={}, grad_norm=0.0, lr=0.0, group_lrs={}, num_rows=1, real_tokens=1, computed_tokens=1,
+        flops=4e15, notices=Notice(0),
+    )  # fmt: skip
+    throughput = _Throughput(reports=[report, report], seconds=10.0)
+    known = throughput.rates(2, FlopsReference(peak=1000e12, matmul=800e12))
+    assert known == {"model_tflops": 400.0, "mfu": 0.4, "matmul_fraction": 0.5}
+    assert throughput.rates(2, FlopsReference(matmul=800e12)).keys() == {"model_tflops", "matmul_fraction"}
 
 
 @pytest.mark.parametrize(

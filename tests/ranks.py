@@ -16,7 +16,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -118,7 +117,7 @@ def _serve(pipe: Connection, open_device: Callable[[], Any] | None, nccl: bool) 
     import torch
     import torch.distributed as dist
 
-    from embedtrain.distributed.world import World
+    from embedtrain.distributed.world import World, init_process_group
 
     torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
@@ -131,13 +130,13 @@ def _serve(pipe: Connection, open_device: Callable[[], Any] | None, nccl: bool) 
             if nccl:
                 device = torch.device("cuda", rank)
                 torch.cuda.set_device(device)
-            dist.init_process_group(
-                backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-            )
+            place = device or torch.device("cpu")
+            # As a run does: a group with NCCL is bound to its device.
+            init_process_group(dist.FileStore(store, world_size), rank, world_size, place, backend, timeout=60.0)
         except Exception:  # the pool starts fresh workers
             pipe.send((None, traceback.format_exc()))
             continue
-        world = World(rank, world_size, rank, world_size, device or torch.device("cpu"))
+        world = World(rank, world_size, rank, world_size, place)
         try:
             answer = (True, function(world, *args))
         except BaseException:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from embedtrain.config.recipe import SELECTIVE, ParallelConfig, Precision, Strategy
 from embedtrain.distributed.device import has_bf16
-from embedtrain.distributed.world import World
+from embedtrain.distributed.world import World, device_group
 from embedtrain.errors import ModelError, TrainingError
 from embedtrain.utils.formatting import format_count
 
@@ -61,7 +61,14 @@ class ParallelLayout:
         # DTensor caches sharding decisions by mesh, and treats the mesh of a destroyed process group (of an earlier job
         # of a multirun, or test) as equal to this one: "Could not resolve the process group".
         _clear_sharding_prop_cache()
-        return init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
+        replicas = [[replica * self.shard + shard for shard in range(self.shard)] for replica in range(self.replicate)]
+        shards = [list(ranks) for ranks in zip(*replicas, strict=True)]
+        groups = [
+            device_group(device, shards, "replicas of a shard"),
+            # The gradient norm and the full tensor of offloaded shards are sums and parts in host memory.
+            device_group(device, replicas, "shards of a replica", in_host_memory=self.cpu_offload),
+        ]
+        return DeviceMesh.from_group(groups, device.type, replicas, mesh_dim_names=("replicate", "shard"))
 
 
 # Number of elements from which a token embedding is an FSDP group: as part of the root it would stay unsharded for the

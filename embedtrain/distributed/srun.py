@@ -1,4 +1,4 @@
-"""Sets the rank of a process started by srun from SLURM's variables.
+"""Sets the rank of a process started by srun from SLURM's variables, and what mpirun does not call as torchrun does.
 
 `srun python -m embedtrain ...` starts one process per task; without this, each would train alone.
 """
@@ -139,6 +139,7 @@ def set_ranks_from_srun(environment: MutableMapping[str, str]) -> None:
     """
     if "RANK" in environment:
         _set_interface_below_torchrun(environment)
+        _set_local_rank(environment)
     size = environment.get("SLURM_STEP_NUM_TASKS", "1")
     # A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but no variables of a step.
     if size == "1" or "SLURM_PROCID" not in environment or "RANK" in environment:
@@ -176,6 +177,28 @@ def set_ranks_from_srun(environment: MutableMapping[str, str]) -> None:
         interface = interface_for(other)
         if interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = interface
+
+
+# Of Open MPI, and of MPICH and Intel MPI. SLURM's come last: below mpirun they are those of its daemon.
+_LOCAL_RANK_AND_SIZE = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def _set_local_rank(environment: MutableMapping[str, str]) -> None:
+    """Set LOCAL_RANK and LOCAL_WORLD_SIZE of a rank that has only RANK and WORLD_SIZE, if its launcher tells them."""
+    size = environment.get("WORLD_SIZE", "1")
+    if size == "1" or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environment.keys():
+        return
+    known = [(environment[r], environment[s]) for r, s in _LOCAL_RANK_AND_SIZE if {r, s} <= environment.keys()]
+    if not known and {"SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"} <= environment.keys():
+        tasks, node = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"]), _number(environment, "SLURM_NODEID")
+        if str(sum(tasks)) == size and node < len(tasks):
+            known = [(environment["SLURM_LOCALID"], str(tasks[node]))]
+    for local_rank, local_size in known[:1]:
+        environment.setdefault("LOCAL_RANK", local_rank)
+        environment.setdefault("LOCAL_WORLD_SIZE", local_size)
 
 
 def _set_interface_below_torchrun(environment: MutableMapping[str, str]) -> None:

@@ -1,6 +1,7 @@
 """This process among all ranks: joining the process group, exchanging small objects, failing together."""
 
 import contextlib
+import inspect
 import ipaddress
 import math
 import os
@@ -8,11 +9,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -85,10 +86,19 @@ BACKGROUND_GROUP = "background"  # description of process groups used by other t
 _POLL_SECONDS = 0.05
 # Seconds: NCCL's own time-out does not name the late rank, so the watchdog's must come first.
 NCCL_EXTRA_SECONDS = 60.0
-# NCCL's own watchdog aborts the process when it sees an error, without naming the lost rank, and before the watchdog
-# has found it. Value 0 turns that off: a collective whose peer is lost then never completes, and the watchdog ends the
-# process. (Value 2 would abort the collective instead, and training would continue with its unfinished result.)
-_NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# What NCCL's own watchdog does when it sees an error or a time-out: see `nccl_error_handling`.
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# Why other values than that of `nccl_error_handling` are worse.
+NCCL_ERROR_EFFECTS = {
+    "0": "if embedtrain's watchdog fails, a collective whose rank is lost never ends",
+    "1": "NCCL aborts its communicators before it ends the process, and may hang in that",
+    "2": "training continues with the unfinished result of a collective whose rank is lost",
+    "3": "NCCL ends the process before embedtrain has found the lost rank",
+}
+# 1: "nccl" is ProcessGroupNCCL2, the default from torch 2.15 on; 0: ProcessGroupNCCL.
+_USE_NCCL2 = "TORCH_DIST_USE_NCCL2"
+# torch 2.13 and later; earlier versions split gloo too, with a warning that it ignores NCCL's options.
+_SPLITS_ONE_BACKEND = "backend" in inspect.signature(dist.split_group).parameters
 
 # What gloo (torch 2.13), NCCL and the store raise if another rank is lost or silent.
 _LOST = re.compile(
@@ -311,6 +321,25 @@ def _is_launched(rank: int, size: int) -> bool:
     return is_launched
 
 
+def _local_rank_and_size(rank: int, size: int) -> tuple[int, int]:
+    """This process among those of its host, as set by the launcher; a ConfigError if that is missing or impossible."""
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    missing = [name for name in names if name not in os.environ]
+    if size > 1 and missing:
+        raise ConfigError(
+            f"RANK={rank} and WORLD_SIZE={size} but {' and '.join(missing)} missing, so ranks of one host would share "
+            "its first GPU: start with torchrun, or set LOCAL_RANK to the number of the rank on its host, from 0, and "
+            "LOCAL_WORLD_SIZE to the number of ranks there"
+        )
+    local_rank, local_size = _integer("LOCAL_RANK", 0), _integer("LOCAL_WORLD_SIZE", 1)
+    if not 0 <= local_rank < local_size <= size or local_rank > rank:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_size} contradict each other, or RANK={rank} and "
+            f"WORLD_SIZE={size}: start with torchrun, or unset them"
+        )
+    return local_rank, local_size
+
+
 @contextlib.contextmanager
 def _explain_port_in_use(address: str) -> Iterator[None]:
     try:
@@ -329,8 +358,8 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     there are fewer GPUs than local ranks, or the port is taken, and LostContact if another rank is lost.
     """
     rank, size = rank_from_environment(), _integer("WORLD_SIZE", 1)
-    local_rank, local_size = _integer("LOCAL_RANK", 0), _integer("LOCAL_WORLD_SIZE", 1)
     is_launched = _is_launched(rank, size)
+    local_rank, local_size = _local_rank_and_size(rank, size)
     device, backend = rank_device(local_rank, local_size)
     if _joined:  # by an outer block
         yield _joined[-1]
@@ -354,17 +383,9 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     world = World(rank, size, local_rank, local_size, device, watchdog=watchdog)
     with world.watchdog_guard():
         with explain_lost_contact(joining), _explain_missing_interface():
-            extra = 0.0
-            if watchdog is not None and device.type == "cuda":
-                extra = NCCL_EXTRA_SECONDS
-                os.environ.setdefault(_NCCL_ERROR_HANDLING, "0")
-            dist.init_process_group(
-                backend,
-                store=PrefixStore(f"group/{attempt}", store),
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=timeout + extra),
-                device_id=_bound_device(device),
+            extra = NCCL_EXTRA_SECONDS if watchdog is not None and device.type == "cuda" else 0.0
+            init_process_group(
+                PrefixStore(f"group/{attempt}", store), rank, size, device, backend, timeout=timeout + extra
             )
         if watchdog is not None:
             watchdog.backend_error = nccl_error
@@ -381,7 +402,7 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
 def _single_rank(device: torch.device, backend: str) -> Iterator[World]:
     """A world of this process alone."""
     with _explain_missing_interface():
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=_bound_device(device))
+        init_process_group(HashStore(), 0, 1, device, backend)
     world = World(0, 1, 0, 1, device)
     try:
         with _current(world), explain_out_of_memory(device):
@@ -428,25 +449,92 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What computes the collectives of a device's tensors, without the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
+
+
 def nccl_error() -> str:
     """The error that NCCL has reported for a communicator of this process, if any; callable from any thread."""
     for group in process_groups():
-        if "nccl" not in dist.distributed_c10d._world.pg_backend_config.get(group, ""):
-            continue
-        with contextlib.suppress(RuntimeError):  # the group is being destroyed
-            error = group._get_backend(torch.device("cuda")).get_error()
-            if error.name != "SUCCESS":
-                return f"NCCL: {error.name}"
+        # The group is being destroyed, or its implementation does not tell. The watchdog's thread has to go on, because
+        # it finds lost ranks without NCCL as well.
+        with contextlib.suppress(Exception):
+            if "nccl" in dist.get_backend_config(group):
+                error = _backend(group, torch.device("cuda")).get_error()
+                if error.name != "SUCCESS":
+                    return f"NCCL: {error.name}"
     return ""
 
 
-def _bound_device(device: torch.device) -> torch.device | None:
-    """The device to bind the process group to.
+def nccl_error_handling(environment: Mapping[str, str]) -> str:
+    """The value of NCCL_ERROR_HANDLING with which the watchdog names a lost rank before NCCL ends the process.
 
-    NCCL then connects at once, so that its errors show at the start, and splits its communicator for the groups of the
-    mesh instead of connecting again.
+    It is 3, torch's own: NCCL's watchdog ends the process, without naming the lost rank, a minute after it has seen an
+    error, in which torch can write what its flight recorder has seen. That is the second exit, if the watchdog fails.
+    ProcessGroupNCCL2, which is "nccl" from torch 2.15 on, does not wait: with 3 it ends the process within a second,
+    so it is 0, with which it only reports the error. Read in torch's sources; it has not run on a GPU.
     """
-    return device if device.type == "cuda" else None
+    default = "1" if torch.__version__ >= "2.15" else "0"  # torch compares it as a version
+    return "0" if environment.get(_USE_NCCL2, default) == "1" else "3"
+
+
+def init_process_group(
+    store: Store, rank: int, size: int, device: torch.device, backend: str, *, timeout: float | None = None
+) -> None:
+    """Create the default process group. A collective, which waits up to `timeout` seconds; None: torch's default.
+
+    A group with NCCL is bound to its device: NCCL then connects at once, so that its errors show at the start, and
+    splits its communicator for further groups instead of connecting again.
+    """
+    has_nccl = "nccl" in backend
+    if has_nccl:
+        os.environ.setdefault(NCCL_ERROR_HANDLING, nccl_error_handling(os.environ))
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=None if timeout is None else timedelta(seconds=timeout),
+        device_id=device if has_nccl else None,
+    )
+
+
+def device_group(
+    device: torch.device, parts: Sequence[Sequence[int]], name: str, *, in_host_memory: bool = False
+) -> dist.ProcessGroup:
+    """The process group of this rank's part of all ranks, for tensors on its device. A collective of all ranks.
+
+    It has the backend of the device alone: torch would connect gloo as well, and give it the options of NCCL.
+
+    Args:
+        device: of this rank.
+        parts: disjoint, and every rank is in one of them. A single part is the default group.
+        name: a description, for messages of torch.
+        in_host_memory: whether tensors on the CPU are exchanged as well, with the backend that the default group has
+            for them.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    if len(parts) == 1:
+        return default
+    backend = dict(part.split(":") for part in dist.get_backend_config().split(","))[device.type]
+    options: dict[str, Any] = {
+        "backend": None if in_host_memory else backend,
+        "timeout": _backend(default, device).options._timeout,  # torch would take ten or thirty minutes
+        "group_desc": name,
+    }
+    ranks = [list(part) for part in parts]
+    if default.bound_device_id is None:
+        group, _ = dist.new_subgroups_by_enumeration(ranks, **options)
+    else:
+        if not _SPLITS_ONE_BACKEND:
+            del options["backend"]
+        # One collective for all parts, and the only way for ProcessGroupNCCL2.
+        group = dist.split_group(split_ranks=ranks, **options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _integer(variable: str, default: int) -> int:

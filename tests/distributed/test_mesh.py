@@ -1,23 +1,76 @@
 """The device mesh of a layout, and the memory of its ranks."""
 
+import inspect
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from embedtrain.config.recipe import Pooling, Strategy
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import ParallelLayout
-from embedtrain.distributed.world import World
+from embedtrain.distributed.world import World, device_group
 from embedtrain.inference.loading.load import load_model
 from tests.small import model_options, parallel, save_small, small_model
 
 
-def shape_of_mesh(world: World) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
+def describe_mesh(world: World) -> tuple[Any, ...]:
+    """Its shape, the ranks and the time-out of this rank's groups, and sums of the ranks over each."""
     mesh = ParallelLayout(Strategy.hsdp, 2, 2, "").mesh(world.device)
-    return tuple(mesh.shape), mesh.mesh_dim_names
+    sums = []
+    for name in ("replicate", "shard"):
+        total = torch.tensor([world.rank])
+        dist.all_reduce(total, group=mesh.get_group(name))
+        sums.append(int(total))
+    groups = mesh.get_all_groups()
+    seconds = {group._get_backend(world.device).options._timeout.total_seconds() for group in groups}
+    ranks_of_groups = [dist.get_process_group_ranks(group) for group in groups]
+    return tuple(mesh.shape), mesh.mesh_dim_names, ranks_of_groups, seconds, sums
 
 
 def test_the_mesh_has_the_shape_of_the_layout(ranks):
-    assert ranks(4, shape_of_mesh) == [((2, 2), ("replicate", "shard"))] * 4
+    """Its groups wait as long as the default group, here a minute, and not as long as torch's default."""
+    shape = (2, 2), ("replicate", "shard")
+    assert ranks(4, describe_mesh) == [
+        (*shape, [[0, 2], [0, 1]], {60.0}, [2, 1]),
+        (*shape, [[1, 3], [0, 1]], {60.0}, [4, 1]),
+        (*shape, [[0, 2], [2, 3]], {60.0}, [2, 5]),
+        (*shape, [[1, 3], [2, 3]], {60.0}, [4, 5]),
+    ]
+
+
+def splits_of_a_bound_group(world: World) -> list[dict[str, Any]]:
+    """What torch is asked for where the default group has NCCL and is bound to a GPU; torch's call is stubbed."""
+    asked, default = [], dist.group.WORLD
+    parameters = inspect.signature(dist.split_group)
+
+    def split_group(**options: Any) -> Any:
+        asked.append(dict(parameters.bind(**options).arguments))
+        return default
+
+    device = torch.device("cuda", 0)
+    stubs = {"split_group": split_group, "get_backend_config": lambda: "cpu:gloo,cuda:nccl"}
+    with mock.patch.multiple(dist, **stubs):
+        default.bound_device_id = device
+        try:
+            device_group(device, [[0], [1]], "replicas")
+            assert device_group(device, [[0, 1]], "all") is default
+            device_group(device, [[0], [1]], "shards", in_host_memory=True)
+        finally:
+            default.bound_device_id = None
+    return asked
+
+
+def test_a_group_of_gpus_connects_nccl_alone_unless_shards_are_offloaded(ranks):
+    minute = timedelta(seconds=60)
+    alone = {"backend": "nccl"} if "backend" in inspect.signature(dist.split_group).parameters else {}
+    expected = {"split_ranks": [[0], [1]], "timeout": minute, "group_desc": "replicas", **alone}
+    for replicas, shards in ranks(2, splits_of_a_bound_group):
+        assert replicas == expected
+        assert shards == expected | {"group_desc": "shards"} | dict.fromkeys(alone)
 
 
 def load(world: World, path: str, strategies: list[Strategy]) -> list[float]:

@@ -90,6 +90,28 @@ def test_contradicting_variables_are_rejected(changes, message):
 
 
 @pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, ("3", "8")),
+        ({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}, ("1", "4")),
+        ({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "LOCAL_RANK": "2"}, ("2", "4")),
+        # srun's variables of a task, unless they are those of a daemon of mpirun, of which there is one on each node.
+        ({"SLURM_LOCALID": "3", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, ("3", "8")),
+        ({"SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, (None, None)),
+        ({"SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+          "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, ("3", "8")),
+        ({"WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, (None, None)),
+        ({}, (None, None)),
+    ],
+)  # fmt: skip
+def test_the_place_on_its_host_of_a_rank_that_knows_only_its_rank(launcher, expected):
+    """`mpirun ... bash -c 'RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE ...'`."""
+    environment = {"RANK": "11", "WORLD_SIZE": "16", **launcher}
+    set_ranks_from_srun(environment)
+    assert (environment.get("LOCAL_RANK"), environment.get("LOCAL_WORLD_SIZE")) == expected
+
+
+@pytest.mark.parametrize(
     ("variables", "visible", "device"),
     [
         ({"SLURM_GPUS_ON_NODE": "8"}, 8, 3),

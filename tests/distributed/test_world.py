@@ -1,15 +1,28 @@
 """Ranks exchange small objects and fail together."""
 
+import os
 import socket
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.commands.doctor.host import listening_ports
-from embedtrain.distributed.world import World, explain_lost_contact, joined_world
+from embedtrain.distributed import world as world_module
+from embedtrain.distributed.world import (
+    NCCL_ERROR_HANDLING,
+    World,
+    explain_lost_contact,
+    init_process_group,
+    joined_world,
+    nccl_error,
+)
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError, FailedElsewhere, LostContact
 
 
@@ -119,6 +132,9 @@ def test_ranks_of_one_host_listen_on_loopback_only(no_launcher):
     assert {listening.address for listening in ports} == {"127.0.0.1"}
 
 
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -128,6 +144,11 @@ def test_ranks_of_one_host_listen_on_loopback_only(no_launcher):
         ({"WORLD_SIZE": "2"}, "would train alone"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
+        # As mpirun or a script starts them: each would take the first GPU of its host.
+        (LAUNCHED, r"RANK=1 and WORLD_SIZE=4 but LOCAL_RANK and LOCAL_WORLD_SIZE missing"),
+        (LAUNCHED | {"LOCAL_RANK": "1"}, r"but LOCAL_WORLD_SIZE missing"),
+        (LAUNCHED | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, r"LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict"),
+        (LAUNCHED | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, r"or RANK=1 and WORLD_SIZE=4"),
     ],
 )
 def test_contradicting_variables_of_a_launcher(no_launcher, variables, message):
@@ -175,3 +196,71 @@ def test_a_port_that_is_taken(no_launcher):
             no_launcher.setenv(name, value)
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .*MASTER_PORT"), joined_world(5.0):
             pass
+
+
+@pytest.mark.parametrize(
+    ("version", "variables", "value"),
+    [
+        ("2.11.0", {}, "3"),
+        ("2.14.1", {}, "3"),
+        ("2.14.1", {"TORCH_DIST_USE_NCCL2": "1"}, "0"),
+        ("2.15.0", {}, "0"),
+        ("2.15.0", {"TORCH_DIST_USE_NCCL2": "0"}, "3"),
+    ],
+)
+def test_nccl_leaves_the_end_of_the_process_to_the_watchdog(monkeypatch, version, variables, value):
+    """Unless the user has set a value. A group with NCCL is bound to its device; torch's call is stubbed."""
+    created = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: created.append((backend, options)))
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    monkeypatch.setenv(NCCL_ERROR_HANDLING, "")
+    monkeypatch.delenv(NCCL_ERROR_HANDLING)
+    for name, given in variables.items():
+        monkeypatch.setenv(name, given)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    store = dist.HashStore()
+    init_process_group(store, 0, 1, cpu, "gloo")
+    assert NCCL_ERROR_HANDLING not in os.environ
+    init_process_group(store, 0, 1, gpu, "cpu:gloo,cuda:nccl", timeout=7.0)
+    assert os.environ[NCCL_ERROR_HANDLING] == value
+    monkeypatch.setenv(NCCL_ERROR_HANDLING, "1")
+    init_process_group(store, 0, 1, gpu, "cpu:gloo,cuda:nccl")
+    assert os.environ[NCCL_ERROR_HANDLING] == "1"
+    assert [(backend, options["device_id"]) for backend, options in created] == [
+        ("gloo", None), ("cpu:gloo,cuda:nccl", gpu), ("cpu:gloo,cuda:nccl", gpu),
+    ]  # fmt: skip
+    assert created[1][1]["timeout"] == timedelta(seconds=7)
+
+
+class Communicator:
+    """What `get_error` of a process group's backend returns or raises; None: the backend has no such function."""
+
+    def __init__(self, answer: str | Exception | None) -> None:
+        self.answer = answer
+        if answer is not None:
+            self.get_error = self._get_error
+
+    def _get_error(self) -> SimpleNamespace:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return SimpleNamespace(name=self.answer)
+
+
+@pytest.mark.parametrize(
+    ("backends", "error"),
+    [
+        ([Communicator("SUCCESS"), Communicator("REMOTE_ERROR")], "NCCL: REMOTE_ERROR"),
+        ([Communicator(RuntimeError("destroyed")), Communicator("TIMEOUT")], "NCCL: TIMEOUT"),
+        ([Communicator(None), Communicator("COMM_ERROR")], "NCCL: COMM_ERROR"),
+        ([SimpleNamespace(wrapped_pg=Communicator("COMM_ERROR"))], "NCCL: COMM_ERROR"),
+        ([Communicator(TypeError("another interface"))], ""),
+        ([Communicator(None)], ""),
+    ],
+)
+def test_the_watchdog_does_not_depend_on_what_implements_nccl(monkeypatch, backends, error):
+    """It asks in a thread whose end would end the process. What it asks is stubbed: there is no NCCL here."""
+    groups = [SimpleNamespace(_get_backend=lambda device, backend=backend: backend) for backend in backends]
+    monkeypatch.setattr(world_module, "process_groups", lambda: groups)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    assert nccl_error() == error

@@ -13,6 +13,7 @@ import pytest
 from embedtrain.commands.doctor import compose_doctor
 from embedtrain.commands.doctor.checks import check_environment
 from embedtrain.commands.doctor.host import Finding, Level, check_disk, merge_findings, unpickles_rendezvous
+from embedtrain.distributed.world import nccl_error_handling
 from embedtrain.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -168,6 +169,15 @@ def test_interfaces_that_do_not_leave_the_host():
     assert check_environment({"NCCL_SOCKET_IFNAME": "^docker"}, num_hosts=2)[0].text.startswith("^docker")
     (finding,) = check_environment({"NCCL_SOCKET_IFNAME": "^nowhere7"}, num_hosts=2)
     assert finding.level is Level.ok, "an excluded interface need not exist"
+
+
+def test_nccl_is_not_to_end_a_process_before_the_lost_rank_is_named():
+    """The doctor advises what training sets."""
+    best = nccl_error_handling({})
+    for value in "0123":
+        (finding,) = check_environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": value}, num_hosts=1)
+        assert finding.level is (Level.ok if value == best else Level.warning), finding
+        assert finding.text.startswith(value)
 
 
 @pytest.mark.parametrize("variable", ["https_proxy", "HF_ENDPOINT", "WANDB_BASE_URL"])

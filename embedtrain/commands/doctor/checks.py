@@ -37,7 +37,13 @@ from embedtrain.commands.doctor.host import (
     merge_findings,
 )
 from embedtrain.data.cache.cache import cache_directory
-from embedtrain.distributed.world import World
+from embedtrain.distributed.world import (
+    NCCL_ERROR_EFFECTS,
+    NCCL_ERROR_HANDLING,
+    World,
+    device_group,
+    nccl_error_handling,
+)
 from embedtrain.utils.formatting import format_count
 
 if TYPE_CHECKING:
@@ -117,11 +123,9 @@ def check_bandwidth(world: World, hosts: Sequence[str]) -> list[Finding]:
         return [Finding("ranks", "bandwidth", "not measured, because there is one rank: start with torchrun")]
     findings = []
     if len(set(hosts)) > 1:
-        groups: dict[str, dist.ProcessGroup] = {}
-        for host in dict.fromkeys(hosts):
-            groups[host] = dist.new_group([rank for rank, name in enumerate(hosts) if name == host])
-        group = groups[hosts[world.rank]]
-        if max(hosts.count(host) for host in groups) > 1:
+        of_hosts = [[rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)]
+        group = device_group(world.device, of_hosts, "the ranks of a host")
+        if max(map(len, of_hosts)) > 1:
             rates_of_ranks = world.gather(_measure(world, group, group.size()) if group.size() > 1 else [], _Rate)
             measured = zip(*(rates for rates in rates_of_ranks if rates), strict=True)
             slowest = [min(rates, key=lambda rate: rate.gb_per_s) for rates in measured]
@@ -207,7 +211,6 @@ _HARMFUL: list[tuple[str, tuple[str, ...], str, str]] = [
      "Unset it if there is such a network."),
     ("NCCL_DEBUG", ("TRACE",), "NCCL logs every operation", "Set NCCL_DEBUG=WARN, or INFO temporarily."),
     ("TORCH_NCCL_BLOCKING_WAIT", _ON, "the host waits for every collective and cannot run ahead", "Unset it."),
-    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a collective of a lost rank never ends", "Unset it."),
     ("CUDA_LAUNCH_BLOCKING", _ON, "the host waits for every kernel, which is for debugging", "Unset it for training."),
     ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every collective is checked by another one", "Unset it for training."),
     ("CUDA_VISIBLE_DEVICES", ("", "-1"), "it hides all GPUs", "Unset it, or name the GPUs: CUDA_VISIBLE_DEVICES=0,1."),
@@ -217,6 +220,7 @@ _HARMFUL: list[tuple[str, tuple[str, ...], str, str]] = [
 def check_environment(environment: Mapping[str, str], num_hosts: int) -> list[Finding]:
     """Checks of environment variables; `environment` is that of the process at its start."""
     harmful = [finding for finding in (_check_harmful(environment, *rule) for rule in _HARMFUL) if finding is not None]
+    harmful += _check_error_handling(environment)
     reported = {finding.name for finding in harmful}
     findings = [*_check_accelerate(environment), *harmful]
     for variable in sorted(environment):
@@ -247,6 +251,14 @@ def _check_accelerate(environment: Mapping[str, str]) -> Iterable[Finding]:
     if layer_class is not None:
         do = f"parallel.block_class={layer_class} sets the same in the recipe."
         yield Finding("environment", _LAYER_CLASS_VARIABLE, f"{layer_class} is the sharded class", Level.note, do)
+
+
+def _check_error_handling(environment: Mapping[str, str]) -> Iterable[Finding]:
+    """A value of the variable that training keeps, although its own is better."""
+    value = environment.get(NCCL_ERROR_HANDLING, "").strip()
+    if value in NCCL_ERROR_EFFECTS and value != nccl_error_handling(environment):
+        do = "Unset it: training sets the value with which a lost rank is named."
+        yield Finding("environment", NCCL_ERROR_HANDLING, f"{value}: {NCCL_ERROR_EFFECTS[value]}", Level.warning, do)
 
 
 def _check_harmful(

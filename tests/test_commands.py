@@ -20,6 +20,7 @@ from tests.commands import ENVIRONMENT, call, call_separately
 from tests.conftest import ROOT
 from tests.runs import metric_rows
 from tests.small import save_small, small_model, write_beir, write_rows
+from tests.tracking.report.runs import make_run
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +186,29 @@ print(*sorted(COMMANDS), sep="\\n")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     modules = sorted(path.stem for path in (ROOT / "embedtrain" / "commands").iterdir() if path.stem[0] != "_")
     assert done.stdout.split() == modules
+
+
+def test_commands_that_read_files_run_without_torch(tmp_path):
+    """Importing it takes longer than all that they do."""
+    script = """
+import sys
+class NoTorch:
+    def find_spec(self, name, *_):
+        assert name != "torch", sys.argv
+sys.meta_path.insert(0, NoTorch())
+from embedtrain.__main__ import main
+main()
+"""
+    make_run(tmp_path / "run", name="one")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"query": "q{i}", "pos": ["p{i}"]}}\n' for i in range(9)))
+    for arguments in ["split", "data=rows.jsonl", "output_dir=split", "dev=2"], ["report", "run"]:
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments],
+            cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "split" / "train.jsonl").is_file()
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 @pytest.fixture(scope="module")

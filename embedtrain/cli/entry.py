@@ -55,11 +55,11 @@ def run_command(
     try:
         _with_user_errors(_prepare_process, delay=5.0)
         options, arguments, launch = _with_user_errors(lambda: _compose_as_rank(compose, launches), delay=30.0)
+        # Processes that libraries start do not look for modules in the working directory either: it may hold data.
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
         if not has_ranks:
             _with_user_errors(lambda: main(options), delay=0.0)
             _exit(0)
-        # Processes that libraries start do not look for modules in the working directory either: it may hold data.
-        os.environ.setdefault("PYTHONSAFEPATH", "1")
         set_allocator()
         set_kernel_cache()
         if launch is not None and launches is not None:

@@ -36,7 +36,8 @@ class Command:
         run: runs it with what `compose` returns; with `saves_on_signal` also with the signals. It joins the other ranks
             itself, by `joined_world`.
         ranks: whether several processes may run it together, one per GPU; otherwise it runs in one.
-        computes: whether it may import torch; one that does not starts at once.
+        computes: whether the process is prepared for torch, which is imported for it; a command that needs none begins
+            at once.
         takes_recipe: whether its command line takes the options of a training as well.
         saves_on_signal: whether a signal ends it with a checkpoint, so that it resumes as if nothing had happened.
         output: the option that names the directory where it writes. A command that has one can be a stage of a pipeline
@@ -250,6 +251,7 @@ COMMANDS = {
             "split",
             "hold out queries of training data as an evaluation set",
             "SplitOptions",
+            computes=False,
             output="output_dir",
             outputs={DATA: "*.jsonl", "dev": "dev"},
         ),
@@ -260,7 +262,7 @@ COMMANDS = {
             paths=False,
             takes_recipe=True,
         ),
-        _builtin("report", "write an HTML page about one run or several", "ReportOptions", paths=False),
+        _builtin("report", "write an HTML page about one run or several", "ReportOptions", paths=False, computes=False),
         _builtin(
             "doctor", "check whether this machine is ready for training", "DoctorOptions", paths=False, ranks=True
         ),

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from embedtrain import __version__
 from embedtrain.config.compose import to_plain
+from embedtrain.config.kinds import KINDS, load_kind
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import Recipe
 from embedtrain.report.changes import CONFIDENCE, RESAMPLES, Comparisons
@@ -306,4 +307,8 @@ def _flat_defaults(recipe: Mapping[str, Any]) -> dict[str, str]:
     loss_class = LOSSES.get(str(loss.get("name"))) if isinstance(loss, Mapping) else None
     if loss_class is not None:
         defaults["loss"] = to_plain(loss_class())
+    model = recipe.get("model")
+    # A kind whose code only this file names is not imported: its own options have no defaults here.
+    if isinstance(model, Mapping) and model.get("kind") in KINDS:
+        defaults["model"] = to_plain(load_kind(model["kind"]).options()) | {"kind": defaults["model"]["kind"]}
     return dict(_flatten(defaults))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from embedtrain.config.compose import YAML_ERRORS
 from embedtrain.config.hydra_files import load_yaml
+from embedtrain.config.saved_recipe import current_recipe
 from embedtrain.errors import DataError
 from embedtrain.report.sample import AFTER, BEFORE, EncodedSample, read_texts, read_vectors
 from embedtrain.tracking.metrics import METRICS_FILE, DatasetInfo, parse_row, split_lines
@@ -194,7 +195,7 @@ def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str])
 
 
 def _read_recipe(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """The recipe of a run, and notes on what could not be read."""
+    """The recipe of a run, with the options of this version, and notes on what could not be read."""
     path = directory / "recipe.yaml"
     if not directory.is_dir():
         raise DataError(f"{directory} is not a folder: name the output_dir of a run, such as runs/quickstart")
@@ -203,9 +204,11 @@ def _read_recipe(directory: Path) -> tuple[dict[str, Any], list[str]]:
         raise DataError(f"{directory} is not a run: {reason}")
     try:
         recipe = load_yaml(path, yaml.SafeLoader)
+        if not isinstance(recipe, dict):
+            return {}, [f"{path} cannot be read: it is not a mapping"]
+        return current_recipe(recipe), []
     except YAML_ERRORS as error:
         return {}, [f"{path} cannot be read: {' '.join(str(error).split())}"]
-    return (recipe, []) if isinstance(recipe, dict) else ({}, [f"{path} cannot be read: it is not a mapping"])
 
 
 def _read_sample(directory: Path) -> tuple[EncodedSample | None, list[str]]:

@@ -2,10 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from embedtrain.config.compose import to_plain
+from embedtrain.config.kinds import KINDS, load_kind
+from embedtrain.config.recipe import Recipe
 from embedtrain.report.changes import RESAMPLES, interval
 from embedtrain.report.chart import (
     NumberFormat,
@@ -159,3 +163,26 @@ def test_options_that_differ_from_the_default_are_marked(tmp_path):
     assert (options["optim.lr"].value, options["optim.lr"].is_default) == ("0.5", False)
     assert options["optim.eps"].is_default
     assert options["data.train[1].path"].value == "b"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_defaults_of_a_kind_are_not_marked(tmp_path, kind):
+    model = to_plain(load_kind(kind).options(path="m"))
+    (run,) = read_runs([make_run(tmp_path / "run", model=None)])
+    run = replace(run, recipe={**run.recipe, "model": model})
+    changed = {option.name for option in options_of(run)["model"] if not option.is_default}
+    assert changed == ({"model.path"} if kind == Recipe().model.kind else {"model.path", "model.kind"})
+
+
+def test_the_kind_of_a_file_is_not_imported(tmp_path):
+    (run,) = read_runs([make_run(tmp_path / "run", model={"kind": "evil:Kind", "own": 1})])
+    options = {option.name: option for option in options_of(run)["model"]}
+    assert (options["model.own"].is_default, options["model.kind"].value) == (False, "evil:Kind")
+
+
+def test_a_run_of_an_earlier_version_has_the_names_of_options_of_this_one(tmp_path):
+    before = make_run(tmp_path / "before", optim={"lr": 2e-5, "min_lr": 2e-6}, loss={"matryoshka_dims": [8]})
+    (run,) = read_runs([before])
+    options = {option.name: option.value for group in options_of(run).values() for option in group}
+    assert (options["optim.min_lr_ratio"], options["loss.matryoshka.dims"]) == ("0.1", "[8]")
+    assert not {"optim.min_lr", "loss.matryoshka_dims"} & options.keys()

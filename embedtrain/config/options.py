@@ -41,6 +41,7 @@ class OptionInfo:
         is_measured: whether it decides what evaluations measure.
         chooses_best: whether it decides which step is the best one (`checkpoint.best_metric`).
         is_input: whether it names files, directories or ids of the Hub, whose content counts instead of the name.
+        values_are_inputs: whether each value does, if it is a mapping whose keys are the user's.
         is_revision: whether it chooses a revision of what another option names.
         in_result: whether what a command writes depends on it. None: on each option of a command; of training, on those
             whose change on a resumed run is rejected or changes training.
@@ -58,6 +59,7 @@ class OptionInfo:
     is_measured: bool = False
     chooses_best: bool = False
     is_input: bool = False
+    values_are_inputs: bool = False
     is_revision: bool = False
     in_result: bool | None = None
     items: type | None = None
@@ -164,6 +166,10 @@ def is_in_result(name: str, options: Any) -> bool:
 
 
 def is_input(name: str, options: Any) -> bool:
-    """Whether an option, or the list or the mapping that it is an element of, names files whose content counts."""
-    *_, innermost = declarations(options, name)
-    return innermost.is_input
+    """Whether an option, or the list that it is an element of, names files whose content counts.
+
+    What is below a key of a mapping does only if the option declares `values_are_inputs`.
+    """
+    found = list(declarations(options, name))
+    is_below_key = len(found) < sum(not part.startswith("[") for part in _NAMES.findall(name))
+    return found[-1].values_are_inputs if is_below_key else found[-1].is_input

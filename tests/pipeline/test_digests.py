@@ -56,6 +56,19 @@ def test_relative_paths_are_inputs(folder):
     }
 
 
+def test_values_of_a_mapping_are_inputs_where_they_are_declared_as_such(folder):
+    """`first` is a folder; the value of a model's configuration is none, and that of an adapter is."""
+    config = "model.config={model_type: bert, hidden_act: first, names: [second]}"
+    options = ("name=t", "train.steps=1", "data.train=[rows.jsonl]", "model.pooling=mean")
+    trained = stage("train", folder, config, *options)
+    assert input_paths(trained) == {"data.train[0].path": "rows.jsonl"}
+    assert options_of(trained)["model.config.hidden_act"] == "first"
+    for run in "first", "second":
+        (folder / run / "recipe.yaml").touch()
+    exported = stage("export", folder, "adapters={qa: first, sts: second}", f"output_dir={folder / 'out'}")
+    assert input_paths(exported) == {"adapters.qa": "first", "adapters.sts": "second"}
+
+
 def test_a_stage_of_an_earlier_version_that_has_ended_does_not_run_again(folder):
     """Its record has options by names that were renamed since, or null where a number is written now."""
     kind = ("model.kind=late_interaction", "model.path=encoder", "model.dimension=8")

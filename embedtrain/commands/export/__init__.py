@@ -33,7 +33,7 @@ class ExportOptions(KindOptions, PoolingOptions, BaseOptions, SetOptions, Upload
     run: str = option("", is_input=True)  # output_dir of a run; this or adapters
     # Instead of run: the directory has one base model and the LoRA adapters of several runs on it, by name of the task,
     # {retrieval: runs/a, clustering: runs/b}. Options that default to the recipe's take those of the first run.
-    adapters: Any = option(None, is_input=True)
+    adapters: Any = option(None, is_input=True, values_are_inputs=True)
     step: str = "latest"  # latest, best, or a step's number
     weights_of: WeightsOf | None = None  # default: the moving average if the run has one (optim.ema)
     output_dir: str | None = option(None, in_result=False)  # default: model/ in the run's directory

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 
+from embedtrain.config.code import names_of
 from embedtrain.config.commands import COMMANDS, Command
 from embedtrain.config.hydra_files import GROUPS, choices
+from embedtrain.config.kinds import KINDS, kinds
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import Recipe
 
@@ -96,8 +98,11 @@ def _words(command: Command) -> Iterator[str]:
         yield from _options(Recipe, "")
         for group in GROUPS:
             yield from (f"{group}={choice}" for choice in choices(group))
-        for kind in LOSSES.values():
-            yield from _options(kind, "loss.")
+        for loss in LOSSES.values():
+            yield from _options(loss, "loss.")
+        for kind in kinds():
+            yield from _options(kind.options, "model.")
+        yield from (f"model.kind={name}" for name in KINDS)
     if command.option_class is not Recipe:
         yield from _options(command.option_class, "")
 
@@ -110,6 +115,7 @@ def _options(kind: type, prefix: str) -> Iterator[str]:
         values = [str(member.value) for cls in inner if issubclass(cls, Enum) for member in cls]
         if bool in inner:
             values = ["true", "false"]
+        values += names_of(field)
         if groups:
             for group in groups:
                 yield from _options(group, f"{prefix}{field.name}.")

@@ -386,7 +386,8 @@ class DistillSimilarities(ExcludingLoss):
         # The divergence of a single document is 0, whatever the vectors are.
         needed = 0 if self.config.divergence is Divergence.mse else 1
         total = max(1, int(np.count_nonzero(batch_info.rows.num_documents > needed)))
-        several = torch.bincount(owners, minlength=num_rows) > needed
+        # `bincount` would wait for the device, whose largest owner it reads.
+        several = sum_by_row(torch.ones_like(terms), owners, num_rows) > needed
         both = group_max((best[0] & best[1]).to(terms.dtype), owners, num_rows).clamp(min=0.0)
         metrics = {"agreement": (both * several).sum() / total}
         return LossOutput(terms.sum() / total, metrics, sum_by_row(terms, owners, num_rows) / total)

@@ -56,7 +56,7 @@ class PooledTokens:
             return self.packing.positions[0] + 1
         starts = self.packing.starts.long()
         before = nn.functional.pad(self.pooled.cumsum(0), (1, 0))
-        return self.pooled * (before[1:] - before[starts[:-1]].repeat_interleave(starts.diff()))
+        return self.pooled * (before[1:] - self.of_tokens(before[starts[:-1]]))
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the tokens of each text, deterministic; values of tokens that do not count have to be 0."""

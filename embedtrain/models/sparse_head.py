@@ -34,6 +34,7 @@ class TokenSpans:
     """Which rows of [T, H] are the tokens of which text."""
 
     runs: Sequence[tuple[int, int]]  # consecutive texts of equal length: (number of texts, rows of each)
+    lengths: Tensor  # int64 [N], the rows of each text
     texts: Tensor  # int64 [T], the text of each row
     real: Tensor | None = None  # bool [T], false for padding; None: there is none
 
@@ -42,14 +43,20 @@ class TokenSpans:
         """Of concatenated texts."""
         lengths, count = packing.starts.diff().long(), len(packing.lengths)
         texts = torch.arange(count, device=lengths.device)
-        return cls(runs=packing.runs, texts=texts.repeat_interleave(lengths, output_size=sum(packing.lengths)))
+        texts = texts.repeat_interleave(lengths, output_size=sum(packing.lengths))
+        return cls(runs=packing.runs, lengths=lengths, texts=texts)
 
     @classmethod
     def of_padded(cls, mask: Tensor, *, has_padding: bool = True) -> "TokenSpans":
         """Of texts with the mask [N, L] (1 = real), which all are without padding."""
         count, length = mask.shape
         texts = torch.arange(count, device=mask.device).repeat_interleave(length, output_size=count * length)
-        return cls(runs=((count, length),), texts=texts, real=mask.bool().flatten() if has_padding else None)
+        return cls(
+            runs=((count, length),),
+            lengths=torch.full((count,), length, device=mask.device),
+            texts=texts,
+            real=mask.bool().flatten() if has_padding else None,
+        )
 
     @property
     def num_texts(self) -> int:
@@ -288,8 +295,7 @@ def _scattered_max(logits: Tensor, spans: TokenSpans) -> tuple[Tensor, Tensor]:
 def _sum_over_tokens(values: Tensor, spans: TokenSpans) -> Tensor:
     """[T, v] to [N, v], deterministic."""
     if values.is_cuda:
-        lengths = torch.bincount(spans.texts, minlength=spans.num_texts)
-        return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
+        return torch.segment_reduce(values, "sum", lengths=spans.lengths, axis=0, unsafe=True)
     parts = values.split([number * length for number, length in spans.runs])
     return torch.cat([p.view(n, length, -1).sum(1) for p, (n, length) in zip(parts, spans.runs, strict=True)])
 

@@ -73,6 +73,7 @@ KINDS = {
     "sparse": Kind(
         ("model.kind=sparse", "sparsity.query_weight=0.01", "sparsity.document_weight=0.01"), save_words
     ),
+    "sparse, sums": Kind(("model.kind=sparse", "model.pooling=sum", "sparsity.document_weight=0.01"), save_words),
     "sparse, static queries": Kind(
         ("model.kind=sparse", "model.queries=static", "model.train_query_weights=true",
          "sparsity.document_weight=0.01"), save_words

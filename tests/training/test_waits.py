@@ -4,19 +4,37 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embedtrain.config.losses import BatchTripletConfig, Hardness, InfoNCEConfig, LossConfig, TripletMining
-from embedtrain.config.recipe import Precision, Strategy
+from embedtrain.config.kind_settings import SparseActivation, SparsePooling
+from embedtrain.config.losses import LOSSES as NAMES
+from embedtrain.config.losses import (
+    BatchTripletConfig,
+    CandidateSet,
+    DistillSimilaritiesConfig,
+    Divergence,
+    Hardness,
+    InfoNCEConfig,
+    ListNetConfig,
+    LossConfig,
+    MSEConfig,
+    OrthogonalConfig,
+    RankNetConfig,
+    TripletMining,
+)
+from embedtrain.config.recipe import Pooling, Precision, Strategy
 from embedtrain.data.rows import Documents
-from embedtrain.data.types import GlobalBatch
+from embedtrain.data.types import GlobalBatch, Packing
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
+from embedtrain.models.pooling import POOLING, PooledTokens
+from embedtrain.models.sparse_head import TokenSpans, word_weights
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.pretend_cuda.device import collectives, host_reads
@@ -32,7 +50,20 @@ ALL_LOSSES: dict[str, LossConfig] = LOSSES | {
     "infonce, hard": InfoNCEConfig(hardness=Hardness.hard, learn_temperature=True),
     "infonce, in batch": InfoNCEConfig(hardness=Hardness.in_batch),
     **{f"batch_triplet, {mining.value}": BatchTripletConfig(mining=mining) for mining in TripletMining},
+    "distill_similarities": DistillSimilaritiesConfig(),
+    **{
+        f"distill_similarities by row, {divergence.value}": DistillSimilaritiesConfig(
+            candidates=CandidateSet.row, divergence=divergence
+        )
+        for divergence in Divergence
+    },
+    "listnet": ListNetConfig(),
+    "ranknet": RankNetConfig(),
+    "mse": MSEConfig(),
+    "orthogonal": OrthogonalConfig(),
 }
+# Those of some kinds of models only, in tests/pretend_cuda, and the loss of a user.
+OTHERS = {"xtr", "m3", "custom"}
 
 
 class Reads(TorchDispatchMode):
@@ -117,11 +148,54 @@ def read_by_losses(world: World) -> dict[str, tuple[dict[str, int], dict[str, in
 
 def test_no_loss_reads_from_the_device(cuda_ranks):
     """Nor do sizes and duplicates travel: the host of every rank knows the rows of the batch."""
+    assert {config.name for config in ALL_LOSSES.values()} == NAMES.keys() - OTHERS
     for counted in cuda_ranks(2, read_by_losses):
         assert {name: reads for name, (reads, _) in counted.items() if reads} == {}
         # The documents, the sum of their gradients, and the ids of documents, which only the rank of a row reads.
         assert counted["infonce"][1] == {"cuda _allgather_base_": 2, "cuda _reduce_scatter_base_": 1}
         assert counted["infonce, duplicates stay"][1] == {"cuda _allgather_base_": 1, "cuda _reduce_scatter_base_": 1}
+
+
+def read_by_heads(world: World) -> dict[str, dict[str, int]]:
+    """What poolings and sparse heads read from the device, of packed and of padded texts."""
+    lengths = (5, 3, 3)
+
+    def on_device(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(world.device, non_blocking=True)
+
+    packing = Packing.of(np.array(lengths), np.array(lengths)).map_tensors(on_device)
+    mask = on_device((torch.arange(5) < torch.tensor(lengths)[:, None]).long())
+    pooled = on_device(torch.ones(11, dtype=torch.int64).index_fill(0, torch.tensor([0, 5, 8]), 0))
+    packed, padded, weight = (
+        torch.randn(shape, device=world.device, requires_grad=True) for shape in ((11, 4), (3, 5, 4), (7, 4))
+    )
+    computed = {}
+    for name in Pooling:
+        for what, hidden, tokens in (
+            ("packed", packed, PooledTokens(None, packing)),
+            ("packed, without prompts", packed, PooledTokens(pooled, packing)),
+            ("padded", padded, PooledTokens(mask)),
+        ):
+            computed[f"{name.value}, {what}"] = lambda n=name, h=hidden, t=tokens: POOLING[n].pool(h, t)
+    for name in SparsePooling:
+        for what, hidden, spans in (
+            ("packed", packed, lambda: TokenSpans.of_packed(packing)),
+            ("padded", padded.flatten(0, 1), lambda: TokenSpans.of_padded(mask)),
+        ):
+            computed[f"sparse {name.value}, {what}"] = lambda n=name, h=hidden, s=spans: word_weights(
+                h, weight, None, s(), n, SparseActivation.log1p_relu
+            )
+    counted = {}
+    for name, compute in computed.items():
+        with host_reads() as reads:
+            compute().sum().backward()
+        counted[name] = dict(reads)
+    return counted
+
+
+def test_no_pooling_reads_from_the_device(cuda_ranks):
+    (counted,) = cuda_ranks(1, read_by_heads)
+    assert {name: reads for name, reads in counted.items() if reads} == {}
 
 
 @pytest.mark.gpu

@@ -36,6 +36,7 @@ from embedtrain.config.recipe import (
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.losses.infonce import MAX_PLAIN_BYTES
 from embedtrain.losses.ring import MAX_GATHERED_BYTES
+from embedtrain.losses.score import BLOCK_CELLS_CPU, BLOCK_CELLS_GPU
 from embedtrain.losses.softmax import TILE_CELLS
 from embedtrain.planning.model_costs import ModelSpec
 
@@ -453,6 +454,8 @@ def _loss(model: ModelSpec, cluster: ClusterSpec, work: StepWorkload, texts: int
     directions = len(work.loss.directions) if isinstance(work.loss, _WITH_DIRECTIONS) else 1
     # Embeddings, their copies on the row's rank, normalised ones, and the gradients of each.
     local = 6.0 * _FP32 * model.num_vectors(texts, work.texts_per_row) * model.dimension
+    if model.vectors != (1, 1):  # a block of products, and the rows of its queries and documents
+        local += 3.0 * _FP32 * (BLOCK_CELLS_GPU if cluster.gpu else BLOCK_CELLS_CPU)
     gathered = 2.0 * _FP32 * candidates * model.vectors[1] * model.dimension
     if isinstance(work.loss, SimilarityMSEConfig):
         return local + 2.0 * 5.0 * _FP32 * model.dimension**2  # in float64: three sums, and the gradients of two

@@ -139,11 +139,11 @@ def run(
     world: World, batch: TokenBatch, rows_of_rank: list[list[int]], cells: int
 ) -> list[tuple[float, Tensor, Tensor]]:
     """Of each case: the local loss and its gradients at this rank's rows, in tiles of `cells` scores if not 0."""
-    defaults = m3.TILE_CELLS, maxsim.BLOCK_CELLS
+    defaults = m3.TILE_CELLS, maxsim.BLOCK_CELLS_CPU
     results = []
     try:
         if cells:
-            m3.TILE_CELLS = maxsim.BLOCK_CELLS = cells
+            m3.TILE_CELLS = maxsim.BLOCK_CELLS_CPU = cells
         for config in CASES.values():
             loss = build_loss(config, dimension=6, seed=0, score=M3Score(SETTINGS)).double()
             *parts, info = batch.of_rank(world.rank, rows_of_rank, torch.float64)
@@ -156,7 +156,7 @@ def run(
             ]
             results.append((output.local_loss.item(), *grads))
     finally:
-        m3.TILE_CELLS, maxsim.BLOCK_CELLS = defaults
+        m3.TILE_CELLS, maxsim.BLOCK_CELLS_CPU = defaults
     return results
 
 

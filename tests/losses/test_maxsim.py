@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.config.losses import (
     CombinedConfig,
@@ -48,6 +49,32 @@ def test_infonce(ranks, implementation):
     ]
     cases += [TokenCase(infonce(implementation=implementation), mean=True)]
     check_tokens(ranks, cases, token_batch())
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name() in ("aten::mm", "aten::addmm_", "aten::bmm")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("device", "products"), [("meta", 4), ("cpu", 6)])
+def test_pages_are_compared_in_blocks_of_the_device(device, products):
+    """Pages of 1,000 rows with 8,192 rows of queries: a product for each would be small on a GPU."""
+    number, rows = (16, 1000) if device == "meta" else (3, 1000)
+    queries, pages = (
+        Part(torch.ones(count * size, 2, device=device, requires_grad=True), np.full(count, size))
+        for count, size in ((256, 32), (number, rows))
+    )
+    score = MaxSim(mean=False)
+    with Products() as counted:
+        scores = score.tile(queries, score.columns(pages)).scores(torch.ones(1, device=device))
+        scores.sum().backward()
+    assert scores.shape == (256, number)
+    assert counted.count == products, "of the scores, and of the gradient of the pages"
 
 
 def test_infonce_of_own_negatives(ranks):

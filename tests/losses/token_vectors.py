@@ -250,7 +250,7 @@ def run(
 
     Tiles have `cells` scores or products, if not 0.
     """
-    modules = [(maxsim, "BLOCK_CELLS"), (softmax, "TILE_CELLS"), (softmax, "MIN_TILE_ROWS"), (xtr, "TILE_ROWS")]
+    modules = [(maxsim, "BLOCK_CELLS_CPU"), (softmax, "TILE_CELLS"), (softmax, "MIN_TILE_ROWS"), (xtr, "TILE_ROWS")]
     defaults = [getattr(module, name) for module, name in modules]
     try:
         for (module, name), value in zip(modules, (cells, cells, 1, cells), strict=True):

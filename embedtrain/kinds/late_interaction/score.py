@@ -34,11 +34,9 @@ from embedtrain.inference.store import (
     require_kept_in_memory,
 )
 from embedtrain.losses.encoded import Encoded, Part, concatenate, to_device
-from embedtrain.losses.score import Columns, ScoreTile, TiledScore
+from embedtrain.losses.score import BLOCK_CELLS_CPU, BLOCK_CELLS_GPU, Columns, ScoreTile, TiledScore
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
 
-# Inner products of one block in training: 16 MiB of float32.
-BLOCK_CELLS = 1 << 22
 # Rows of a tile of a search: as many are on the device at a time if vectors are kept on the host.
 TILE_ROWS = 1 << 17
 # Inner products, or numbers of gathered rows, in one block of a search: on a CPU what fits its caches.
@@ -177,7 +175,7 @@ class MaxSimTile(ScoreTile):
         """See `ScoreTile`."""
         cells, queries = self._cell_grads(tile_grads, weights), self.anchors.values
         row = 0
-        for first, number, length in self.columns.blocks(len(queries), BLOCK_CELLS):
+        for first, number, length in self.columns.blocks(len(queries), _block_cells(queries.device)):
             block = cells.new_zeros(len(queries), number * length)
             rows = self.best_rows[:, first : first + number].long() - row
             block.scatter_(1, rows, cells[:, first : first + number])
@@ -197,7 +195,7 @@ class MaxSimTile(ScoreTile):
         best = queries.new_empty(len(queries), len(columns))
         self.best_rows = torch.empty(best.shape, dtype=torch.int32, device=best.device)
         row = 0
-        for first, number, length in columns.blocks(len(queries), BLOCK_CELLS):
+        for first, number, length in columns.blocks(len(queries), _block_cells(queries.device)):
             products = queries @ columns.values[row : row + number * length].T
             self._visit(products)
             block, position = products.view(len(queries), number, length).max(dim=2)
@@ -255,7 +253,8 @@ def _best_rows(queries: Part, documents: Part, counts: NDArray[np.int64]) -> _Be
     position = np.arange(len(pairs)) - np.repeat(np.cumsum(query_sizes) - query_sizes, query_sizes)
     best = [torch.empty(0, dtype=torch.int64, device=device)]
     with torch.no_grad():
-        for start, end in _pair_blocks(query_sizes, document_sizes, queries.values.shape[1], BLOCK_CELLS):
+        limit = _block_cells(device)
+        for start, end in _pair_blocks(query_sizes, document_sizes, queries.values.shape[1], limit):
             sizes = query_sizes[start:end], document_sizes[start:end]
             rows, real = _padded_on(query_starts[start:end], sizes[0], device)
             columns, compared = _padded_on(document_starts[start:end], sizes[1], device)
@@ -533,6 +532,10 @@ def _norms(values: Tensor) -> Tensor:
 def _sizes(part: Part) -> Indices:
     assert part.sizes is not None, "a text has a vector per token"
     return part.sizes
+
+
+def _block_cells(device: torch.device) -> int:
+    return BLOCK_CELLS_CPU if device.type == "cpu" else BLOCK_CELLS_GPU
 
 
 def _block_numel(device: torch.device) -> int:

@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import eager_mask, sdpa_mask
@@ -77,7 +83,11 @@ KERNEL_HEAD_SIZE = 256
 KERNEL_CAPABILITY = (8, 0)  # Ampere
 CPU = (0, 0)  # the compute capability of no GPU
 
-_FLASH_ATTENTION_2, _FLASH_ATTENTION_3 = "FlashAttention 2", "FlashAttention 3"
+FLASH_ATTENTION_3 = "FA3"  # torch's name
+# What `varlen_attn` does besides FlashAttention. torch 2.14 takes cuDNN where it can, and has no switch; cuDNN cannot
+# have a window, and FlashAttention takes one that covers the texts for none. From 2.15 on it obeys `sdpa_kernel`.
+_PREFERS_CUDNN, _OBEYS_SDPA_KERNEL = (2, 14) <= torch.__version__ < (2, 15), torch.__version__ >= (2, 15)
+_WHOLE_TEXT = 1 << 20  # tokens, more than any text has
 _HOPPER = (9, 0)
 # Up to this size of heads, torch selects the kernel of SDPA independently of gradients (its sdp_utils.cpp).
 _MAX_GRAD_INDEPENDENT_HEAD_SIZE = 128
@@ -102,41 +112,81 @@ def packing_limit(precision: Precision, capability: tuple[int, int]) -> str | No
     return None
 
 
-def select_flash_attention(device: torch.device, head_sizes: Iterable[int]) -> str:
-    """Select the kernel of packed texts for this process, and return its name.
+def choose_flash_attention(device: torch.device, head_sizes: Iterable[int]) -> str | None:
+    """The kernel of a model's packed texts, by torch's name; None: torch's own, FlashAttention 2.
 
     FlashAttention 3 on Hopper if its package is installed, except with deterministic algorithms, which it does not
-    support for all models. The selection also applies to padded texts, where FlashAttention 3 raises for dropout.
+    support for all models. The selection of this process stays as it is.
     """
-    use_flash_attention_2()
     if (
         compute_capability(device) != _HOPPER
         or torch.are_deterministic_algorithms_enabled()
         or importlib.util.find_spec("flash_attn_interface") is None
     ):
-        return _FLASH_ATTENTION_2
+        return None
+    selected = current_flash_attention_impl()
     try:
-        activate_flash_attention_impl("FA3")
+        use_flash_attention(FLASH_ATTENTION_3)
         for size in head_sizes:
             _try_kernel(device, size)
     except Exception:  # a package for another version of torch or CUDA, or built without some sizes of heads
-        use_flash_attention_2()
-        return _FLASH_ATTENTION_2
-    return _FLASH_ATTENTION_3
+        return None
+    finally:
+        use_flash_attention(selected)
+    return FLASH_ATTENTION_3
 
 
-def use_flash_attention_2() -> None:
-    """Undo the selection of FlashAttention 3."""
-    restore_flash_attention_impl(_raise_warn=False)  # no public way is silent, as of torch 2.13
+def use_flash_attention(name: str | None) -> None:
+    """Select a model's kernel, by the name of `choose_flash_attention`, for the passes that follow in this process.
+
+    torch has one selection for all models, which padded texts have as well, and FlashAttention 3 raises for dropout. So
+    each encoder selects its own before a pass, which costs nothing while all have the same.
+    """
+    if current_flash_attention_impl() == name:
+        return
+    if name is None:
+        restore_flash_attention_impl(_raise_warn=False)  # no public way is silent, as of torch 2.14
+    else:
+        activate_flash_attention_impl(name)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    window_size: tuple[int, int],
+    **options: Any,
+) -> Tensor:
+    """Torch's `varlen_attn` by FlashAttention, whatever kernels are enabled around it: [T, H, S] to [T, H, S].
+
+    Otherwise torch prefers cuDNN for chunks with a text of more than 128 tokens, on some GPUs and without a window: the
+    rounding of a text would depend on the texts beside it, and on whether gradients are needed.
+
+    Args:
+        starts: offsets of the texts among the queries and among the keys, and the ends: int32 [N + 1] each.
+        longest: tokens of the longest text, of queries and of keys.
+        window_size: tokens before and after that a token attends to; -1: all.
+        options: further ones of `varlen_attn`.
+    """
+    if _PREFERS_CUDNN and window_size == (-1, -1):
+        window_size = (_WHOLE_TEXT, _WHOLE_TEXT)
+    if _OBEYS_SDPA_KERNEL:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            output = varlen_attn(q, k, v, *starts, *longest, window_size=window_size, **options)
+    else:
+        output = varlen_attn(q, k, v, *starts, *longest, window_size=window_size, **options)
+    assert isinstance(output, Tensor)
+    return output
 
 
 def _try_kernel(device: torch.device, head_size: int) -> None:
     """A forward and a backward pass of one text."""
     text = torch.zeros(16, 1, head_size, dtype=torch.bfloat16, device=device, requires_grad=True)
     starts = torch.arange(0, 32, 16, dtype=torch.int32, device=device)
-    output = varlen_attn(text, text, text, starts, starts, 16, 16)
-    assert isinstance(output, torch.Tensor)
-    output.sum().backward()
+    flash_attention(text, text, text, (starts, starts), (16, 16), window_size=(-1, -1)).sum().backward()
 
 
 def grad_independent_attention(encoder: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -144,7 +194,8 @@ def grad_independent_attention(encoder: nn.Module) -> contextlib.AbstractContext
 
     A pass without gradients and its replay with gradients must have the same dropout and rounding. For large heads,
     torch rejects FlashAttention (compute capability 8.6, 8.9, 12) and cuDNN (9, 10) only if gradients are needed, so
-    neither is used here. The context has to cover the backward pass too, which may recompute activations.
+    neither is used here. The context has to cover the backward pass too, which may recompute activations. Packed texts
+    within it have the kernel of `flash_attention`.
     """
     config = getattr(getattr(encoder, "backbone", None), "config", None)
     if not isinstance(config, PretrainedConfig) or _head_size(config) <= _MAX_GRAD_INDEPENDENT_HEAD_SIZE:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
-from embedtrain.models.attention import known_padding
+from embedtrain.models.attention import known_padding, use_flash_attention
 from embedtrain.models.blocks import EarlyExits
 from embedtrain.models.pooling import POOLING, PooledTokens, build_pooling
 
@@ -150,7 +150,10 @@ class Encoder(nn.Module):
         output: the head.
         exits: in training, the hidden states after these layers are mapped to further parts.
         has_layers: whether the backbone is a transformer; otherwise it has no blocks and no attention.
+        packed_kernel: of packed texts on a GPU, by the name of `choose_flash_attention`.
     """
+
+    packed_kernel: str | None = None
 
     def __init__(self, backbone: PreTrainedModel, head: Head, *, has_layers: bool = True) -> None:
         super().__init__()
@@ -191,6 +194,7 @@ class Encoder(nn.Module):
         Attention covers all real tokens, also those that are not pooled. For packed texts the backbone has to be
         prepared by `enable_packing`.
         """
+        use_flash_attention(self.packed_kernel)
         if self._computes is not None:
             return (self._computes(chunk),)
         states = [hidden_states(self.backbone, chunk)]

@@ -34,7 +34,14 @@ from transformers.masking_utils import sdpa_mask
 
 from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.data.types import Chunk, PackedKeys, Packing
-from embedtrain.models.attention import CPU, KERNEL_DTYPES, KERNEL_HEAD_SIZE, packing_limit, without_reads
+from embedtrain.models.attention import (
+    CPU,
+    KERNEL_DTYPES,
+    KERNEL_HEAD_SIZE,
+    flash_attention,
+    packing_limit,
+    without_reads,
+)
 from embedtrain.models.encoder import Encoder, PooledHead, hidden_size, prepare_backbone
 from embedtrain.utils.formatting import one_line
 
@@ -97,6 +104,13 @@ def disable_packing(encoder: Encoder) -> None:
     """Undo `enable_packing`."""
     for config in _configs(encoder):
         config._attn_implementation = "sdpa"
+    set_packed_kernel(encoder, None)
+
+
+def set_packed_kernel(encoder: Encoder, name: str | None) -> None:
+    """Choose the kernel of packed texts, by the name of `choose_flash_attention`, in all towers."""
+    for part in (encoder, *encoder.towers.values()):
+        part.packed_kernel = name
 
 
 def check_packing(encoder: Encoder, *, precision: Precision, capability: tuple[int, int]) -> PackingCheck:
@@ -206,7 +220,9 @@ def packing_mismatch(
     return None
 
 
-def window_mismatch(config: PretrainedConfig, precision: Precision, device: torch.device) -> str | None:
+def window_mismatch(
+    config: PretrainedConfig, precision: Precision, device: torch.device, packed_kernel: str | None = None
+) -> str | None:
     """Why packed texts that are longer than the windows of a model differ from padded ones; None if they do not.
 
     `packing_mismatch` has short texts, because a window may have thousands of tokens. So this compares a small model of
@@ -233,6 +249,7 @@ def window_mismatch(config: PretrainedConfig, precision: Precision, device: torc
         encoder = Encoder(backbone, head).eval()
         encoder.to(device, torch.bfloat16 if precision is Precision.bf16 else torch.float32)
         enable_packing(encoder)
+        encoder.packed_kernel = packed_kernel
         return packing_mismatch(encoder, small, precision, device, lengths=_LONG_LENGTHS)
     except Exception as error:  # a model's own code may raise anything
         return (
@@ -345,9 +362,9 @@ def _varlen_kernel(
     if packing.keys is not None:
         k, v = k[packing.keys.tokens], v[packing.keys.tokens]
         key_starts, longest_keys = packing.keys.starts, packing.keys.longest
-    out = varlen_attn(q, k, v, starts, key_starts, longest, longest_keys, scale=scale, window_size=window, **extra)
-    assert isinstance(out, Tensor)
-    return out
+    return flash_attention(
+        q, k, v, (starts, key_starts), (longest, longest_keys), scale=scale, window_size=window, **extra
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -22,7 +22,8 @@ from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.encoded import Part, split_queries
 from embedtrain.losses.types import Loss, LossOutput, RowSources
-from embedtrain.models.attention import grad_independent_attention
+from embedtrain.models.attention import grad_independent_attention, use_flash_attention
+from embedtrain.models.encoder import Encoder
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.profile import BACKWARD, ENCODE, LOSS, span
 from embedtrain.training.rank_batch import RankBatch
@@ -140,6 +141,8 @@ class Backward:
             with span(BACKWARD):
                 graph = graphs[index] if index < num_cached else self._encode(batch.step, index, chunk)
                 assert graph is not None
+                if isinstance(self.encoder, Encoder):  # a guide may have another kernel than the graph
+                    use_flash_attention(self.encoder.packed_kernel)
                 torch.autograd.backward(
                     graph,
                     [

@@ -4,23 +4,27 @@ T: tokens; L, M: queries and keys of a text; H, K: heads of queries, and of keys
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+# As torch 2.15 says which kernel it has selected.
+FLASH = SDPBackend.FLASH_ATTENTION.value
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, longest: int, longest_k: int,
     causal: bool = False, scale: float | None = None, window: Sequence[int] | None = None, gqa: bool = False,
-    *rest: Any,
+    used: Tensor | None = None, blocks: Tensor | None = None, splits: int | None = None, kernel: int = FLASH,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The output [T, H, S], log-sum-exp [H, T] and random state of the kernel.
 
     q is [T, H, S]; k and v have the K heads of their own tokens, [T', K, S].
     """
     _check(q, k, v, starts, starts_k, longest, longest_k)
-    assert all(not value for value in rest), f"not supported here: {rest}"
+    assert used is None and blocks is None and splits is None, "not supported here"
+    assert kernel == FLASH, "cuDNN"
     assert gqa or q.shape[1] == k.shape[1], "more heads of queries than of keys need enable_gqa"
     outputs, sums = [], []
     for text, of_keys in zip(_texts(starts), _texts(starts_k), strict=True):
@@ -35,7 +39,7 @@ def forward(
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, sums: Tensor, starts: Tensor, starts_k: Tensor,
     longest: int, longest_k: int, causal: bool, random_state: Tensor, scale: float | None = None,
-    window: Sequence[int] | None = None,
+    window: Sequence[int] | None = None, kernel: int = FLASH,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, k and v, in float32 without autograd, which is switched off inside a dispatch mode."""
     _check(q, k, v, starts, starts_k, longest, longest_k)

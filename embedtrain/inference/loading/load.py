@@ -46,10 +46,10 @@ from embedtrain.models.adapters import (
     initial_adapters,
 )
 from embedtrain.models.attention import (
+    FLASH_ATTENTION_3,
+    choose_flash_attention,
     compute_capability,
     packing_limit,
-    select_flash_attention,
-    use_flash_attention_2,
 )
 from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.blocks import find_blocks
@@ -61,6 +61,7 @@ from embedtrain.models.packing import (
     disable_packing,
     enable_packing,
     packing_mismatch,
+    set_packed_kernel,
     window_mismatch,
 )
 from embedtrain.models.stored_weights import TensorLocation, stored_dtype
@@ -153,7 +154,7 @@ def load_model(
         _check_weights(encoder, model, source, world)
     if work is not None and not choice.reduce_per_step:
         notes.append(_describe_reduction_per_chunk(costs))
-    notes += packing_notes(packing, model.attention, world, trains=work is not None)
+    notes += packing_notes(encoder, packing, model.attention, world, trains=work is not None)
     loaded = LoadedModel(
         encoder=encoder,
         source=replace(source, tokenization=replace(source.tokenization, max_length=bound.max_length)),
@@ -425,16 +426,17 @@ def prepare_packing(
     return support
 
 
-def packing_notes(support: PackingCheck, attention: Attention, world: World, *, trains: bool) -> list[str]:
-    """Lines for the user; selects the GPU kernel that they report."""
-    gpu = world.device.type == "cuda"
+def packing_notes(
+    encoder: Encoder, support: PackingCheck, attention: Attention, world: World, *, trains: bool
+) -> list[str]:
+    """Lines for the user; chooses the encoder's GPU kernel that they report."""
     if support.padding_reason is not None:
-        if gpu and trains:  # an earlier model of this process may have been packed
-            use_flash_attention_2()
         return [f"texts are padded: {support.padding_reason}"] if attention is Attention.auto else []
-    if not gpu or not support.head_sizes:
+    if world.device.type != "cuda" or not support.head_sizes:
         return []
-    note = f"texts are packed, attention by {select_flash_attention(world.device, support.head_sizes)}"
+    kernel = choose_flash_attention(world.device, support.head_sizes)
+    set_packed_kernel(encoder, kernel)
+    note = f"texts are packed, attention by FlashAttention {3 if kernel == FLASH_ATTENTION_3 else 2}"
     if trains and support.dropout:
         note += (
             f", which has no dropout for packed texts: attention dropout ({support.dropout:g}) is skipped; write "
@@ -461,8 +463,6 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
         if attention is Attention.packed:
             raise _unsupported(reason)
         disable_packing(encoder)
-        if world.device.type == "cuda":
-            use_flash_attention_2()
     return reason
 
 
@@ -490,7 +490,7 @@ def _mismatch_of_tower(
         )
     encoder.train(training)
     reshard(encoder)
-    return mismatch or window_mismatch(config, parallel.precision, world.device)
+    return mismatch or window_mismatch(config, parallel.precision, world.device, tower.packed_kernel)
 
 
 def verify_outputs(encoder: Encoder, source: ModelSource, world: World) -> None:

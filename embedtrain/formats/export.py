@@ -141,11 +141,13 @@ class ModelExport:
         trust_remote_code: bool = False,
         phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
         measure: GraphMeasure | None = None,
+        bf16_tokenizer: TextTokenizer | None = None,
     ) -> ExportResult:
         """Reopen the directory, compare, and rename it; in one process, after all have written.
 
         Without a reference all checks that load the model are skipped, except for tracing a requested ONNX graph.
         `phase` displays progress while a block runs; `measure` is called with each graph, see `write_variants`.
+        `bf16_tokenizer` is that of a reference that was computed in bf16, see `ExportReference.of_bf16`.
 
         Raises CheckpointError if a library cannot open the directory or computes other embeddings; the directory then
         keeps its unfinished name.
@@ -160,6 +162,8 @@ class ModelExport:
             source = require_shapes(directory, trust_remote_code=trust_remote_code)
             files = source.kind.files
             if reference is not None:
+                if bf16_tokenizer is not None:
+                    reference = reference.of_bf16(source, bf16_tokenizer)
                 if files.is_transformers(source):
                     with phase("reopening it with transformers"):
                         differences.append(check_transformers(directory, source, reference))
@@ -197,8 +201,10 @@ class ModelExport:
                 f"export to {self.output_dir} failed, and is kept as {directory} for inspection: {error}"
             ) from error
         replace_export(self.output_dir, directory)
-        difference, tolerance = (None, None) if reference is None else (max(differences), reference.tolerance)
-        return ExportResult(self.output_dir, difference, tolerance, self.dtype, notes)
+        if reference is None:
+            return ExportResult(self.output_dir, None, None, self.dtype, notes)
+        difference = max(differences)
+        return ExportResult(self.output_dir, difference, reference.allowed(difference), self.dtype, notes)
 
     def _describe_serving(self, source: ModelSource) -> tuple[str, ...]:
         """Add to the model card which engines serve the directory; lines for the console about what they change."""

@@ -51,6 +51,7 @@ def export_run(
     reference = _reference(model, world.device, recipe.parallel.precision, dtype) if config.check else None
     weights = live_weights(model.encoder)
     difference: float | None = None
+    tolerance: float | None = None
     with contextlib.ExitStack() as stack:
         scratch = ""
         with world.fail_together("exporting the model"):
@@ -85,14 +86,20 @@ def export_run(
                     name=config.push_to_hub,
                 )
                 trusted = recipe.model.trust_remote_code
-                result = export.finish(card, reference, trust_remote_code=trusted, phase=tracker.phase)
-                difference = result.difference
+                in_bf16 = recipe.parallel.precision is not Precision.fp32
+                result = export.finish(
+                    card,
+                    reference,
+                    trust_remote_code=trusted,
+                    phase=tracker.phase,
+                    bf16_tokenizer=model.tokenizer if in_bf16 else None,
+                )
+                difference, tolerance = result.difference, result.tolerance
                 for note in result.notes:
                     tracker.note(note)
         if reference is None:
             tracker.warn("export.check=false: the exported model was not compared with the encoder")
-    tolerance = None if reference is None else reference.tolerance
-    return ExportResult(run_dir.model, world.broadcast(difference), tolerance, dtype)
+    return ExportResult(run_dir.model, world.broadcast(difference), world.broadcast(tolerance), dtype)
 
 
 def read_best(recipe: Recipe, trained: EncoderWithLoss, checkpoint: Path, world: World) -> None:

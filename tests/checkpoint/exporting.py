@@ -42,15 +42,21 @@ def architecture_of(directory: Path, model: ModelConfig) -> Architecture:
 
 
 def export_model(
-    to: Path, built: Architecture, *, dtype: torch.dtype = torch.float32, card: str = "", **requested: Any
+    to: Path,
+    built: Architecture,
+    *,
+    dtype: torch.dtype = torch.float32,
+    card: str = "",
+    in_bf16: bool = False,
+    **requested: Any,
 ) -> ExportResult:
-    """Export unsharded weights of this process; options as in a recipe."""
+    """Export unsharded weights of this process; options as in a recipe. `in_bf16`: the embeddings were computed so."""
     options = ExportConfig(**requested)
     specs = {name: TensorSpec.of(tensor) for name, tensor in built.state.items()}
     rows = ((name, 0, tensor) for name, tensor in built.state.items())
     expected = ExportReference(
         built.vectors,
-        export_tolerance(dtype, exact_encoder=True),
+        export_tolerance(dtype, exact_encoder=not in_bf16),
         {"query": ""} | built.source.prompts,
         built.max_length,
     )
@@ -59,5 +65,8 @@ def export_model(
         export.begin()
         export.write(rows, main=True)
         return export.finish(
-            card, expected if options.check else None, trust_remote_code=built.source.trust_remote_code
+            card,
+            expected if options.check else None,
+            trust_remote_code=built.source.trust_remote_code,
+            bf16_tokenizer=bound_tokenizer(built.source, load_tokenizer(built.source)) if in_bf16 else None,
         )

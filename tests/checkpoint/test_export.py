@@ -20,8 +20,10 @@ from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats import export_record
 from embedtrain.formats.export import checkpoint_weights, load_checkpoint_encoder
 from embedtrain.formats.source import open_model_source
-from embedtrain.formats.verify import PROBES, export_tolerance, max_relative_difference
-from embedtrain.models.build import full_state_dict
+from embedtrain.formats.transformers import load_tokenizer
+from embedtrain.formats.verify import PROBES, export_tolerance, max_relative_difference, probe_outputs
+from embedtrain.inference.loading.load import bound_tokenizer
+from embedtrain.models.build import assemble_encoder, full_state_dict
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.runs import run
 from tests.small import model_options, save_small, small_model, write_rows
@@ -72,6 +74,31 @@ def test_heads_prompts_and_types_are_kept(tmp_path, dtype):
     assert (len(again.vectors.dense), again.vectors.normalize, again.prompts["query"]) == (1, False, "alpha ")
     reopened = SentenceTransformer(str(tmp_path / "out"), model_kwargs={"dtype": "float32"})
     assert np.allclose(reopened.encode(list(PROBES), prompt=""), expected, atol=5e-2 if dtype.itemsize == 2 else 1e-4)
+
+
+def test_rounding_alone_fails_no_export_of_a_deep_model(tmp_path):
+    """Of a decoder whose vectors in bf16 differ more from those in fp32 than the limit for all models."""
+    model = small_model("qwen3")
+    model = replace(model, config=model.config | {"num_hidden_layers": 24, "initializer_range": 0.5})
+    path = str(save_small(model, tmp_path / "model"))
+    built = architecture_of(tmp_path / "architecture", model_options(path=path, pooling=Pooling.last))
+    encoder = assemble_encoder(built.source)
+    encoder.load_state_dict(built.state)
+    tokenizer = bound_tokenizer(built.source, load_tokenizer(built.source))
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = replace(built, vectors=probe_outputs(encoder, built.source, tokenizer))
+    rounding, limit = (
+        max_relative_difference(trained.vectors, built.vectors),
+        export_tolerance(torch.float32, exact_encoder=False),
+    )
+    assert rounding > limit
+    exported = export_model(tmp_path / "out", trained, in_bf16=True)
+    assert exported.difference == pytest.approx(rounding, rel=1e-2)
+    assert exported.difference <= exported.tolerance < 5 * rounding
+    words = "backbone.embed_tokens.weight"
+    other = replace(trained, state=built.state | {words: built.state[words].flip(0)})
+    with pytest.raises(CheckpointError, match="differ"):
+        export_model(tmp_path / "out", other, in_bf16=True)
 
 
 @pytest.fixture

@@ -68,11 +68,17 @@ class ExportReference:
 
     def _of_columns(self, columns: slice | Tensor) -> "ExportReference":
         base, rounding = self.base_vectors, self.rounding
+
+        def of_columns() -> tuple[Tensor, Tensor]:
+            assert rounding is not None
+            in_bf16, in_fp32 = rounding()
+            return in_bf16[:, columns], in_fp32[:, columns]
+
         return replace(
             self,
             vectors=self.vectors[:, columns],
             base_vectors=None if base is None else base[:, columns],
-            rounding=None if rounding is None else lambda: tuple(part[:, columns] for part in rounding()),
+            rounding=None if rounding is None else of_columns,
         )
 
     def of_bf16(self, source: ModelSource, tokenizer: TextTokenizer) -> "ExportReference":

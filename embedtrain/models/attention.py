@@ -86,7 +86,8 @@ CPU = (0, 0)  # the compute capability of no GPU
 FLASH_ATTENTION_3 = "FA3"  # torch's name
 # What `varlen_attn` does besides FlashAttention. torch 2.14 takes cuDNN where it can, and has no switch; cuDNN cannot
 # have a window, and FlashAttention takes one that covers the texts for none. From 2.15 on it obeys `sdpa_kernel`.
-_PREFERS_CUDNN, _OBEYS_SDPA_KERNEL = (2, 14) <= torch.__version__ < (2, 15), torch.__version__ >= (2, 15)
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_PREFERS_CUDNN, _OBEYS_SDPA_KERNEL = _TORCH == (2, 14), _TORCH >= (2, 15)
 _WHOLE_TEXT = 1 << 20  # tokens, more than any text has
 _HOPPER = (9, 0)
 # Up to this size of heads, torch selects the kernel of SDPA independently of gradients (its sdp_utils.cpp).

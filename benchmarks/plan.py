@@ -126,15 +126,20 @@ def cases() -> list[Case]:
 
 def measure(_: str = "", *, small: bool = False) -> str:
     """Measure all cases; `small`: one tiny model."""
-    tiny = {**XLMR, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
-    ddp = ParallelConfig(strategy=Strategy.ddp, precision=Precision.bf16)
     rows = []
-    for case in [Case(name="tiny", config=tiny, parallel=ddp, rows=4)] if small else cases():
+    for case in [tiny_case()] if small else cases():
         result = compare(case)
         ratio = f"{result.planned / result.measured:.2f}"
         names = [f"{case.name}, {case.parallel.precision.value}", case.ranks, result.layout]
         rows.append([*names, f"{result.planned / 1e6:,.0f}", f"{result.measured / 1e6:,.0f}", ratio, result.moment])
     return markdown(["model", "ranks", "layout", "planned", "measured", "ratio", "phase of the planned peak"], rows)
+
+
+def tiny_case() -> Case:
+    """A case that takes a second."""
+    tiny = {**XLMR, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+    ddp = ParallelConfig(strategy=Strategy.ddp, precision=Precision.bf16)
+    return Case(name="tiny", config=tiny, parallel=ddp, rows=4)
 
 
 def compare(case: Case) -> Compared:
@@ -146,13 +151,18 @@ def compare(case: Case) -> Compared:
 
 def _on_rank(case: Case, rank: int, folder: Path) -> Compared:
     with world_of(case.ranks, rank, folder / "store", min_gpus=case.ranks) as world:
-        small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
-        # Allocate first what a process never frees.
-        _train(replace(case, config={**case.config, **small, "num_attention_heads": 4}), world)
-        gc.collect()
-        memory = _MemoryGrowth(world.device)
-        planned, layout, moment = _train(case, world)
-        return Compared(planned, memory.peak(), layout, moment)
+        return compare_here(case, world)
+
+
+def compare_here(case: Case, world: World) -> Compared:
+    """Plan a case and train it on the ranks of this process."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
+    # Allocate first what a process never frees.
+    _train(replace(case, config={**case.config, **small, "num_attention_heads": 4}), world)
+    gc.collect()
+    memory = _MemoryGrowth(world.device)
+    planned, layout, moment = _train(case, world)
+    return Compared(planned, memory.peak(), layout, moment)
 
 
 def _train(case: Case, world: World) -> tuple[float, str, str]:

@@ -37,8 +37,12 @@ def measure(part: str = "", *, small: bool = False) -> str:
 
 
 def _on_rank(rank: int, folder: Path, chunked: bool, shape: tuple[int, int, int, int], bias: float) -> Measured:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _once((2, 8, 1000, 32), chunked, bias, device)  # warms up
+    return measure_here(chunked, shape, bias, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def measure_here(chunked: bool, shape: tuple[int, int, int, int], bias: float, device: torch.device) -> Measured:
+    """Measure one call in this process, after a warm-up; `shape`: texts, tokens of each, words, hidden size."""
+    _once((2, 8, 1000, 32), chunked, bias, device)
     return _once(shape, chunked, bias, device)
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
-from benchmarks.inputs import MINILM, QUICKSTART
+from benchmarks.inputs import QUICKSTART, text_tokenizer
 from embedtrain.config.recipe import TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
@@ -131,9 +130,4 @@ def _text_of_length(row: int, length: int) -> str:
 
 def _token_ends(text: str) -> list[int]:
     """End offset of each token in the text, including special tokens."""
-    return [end for _, end in _tokenizer()(text, return_offsets_mapping=True)["offset_mapping"]]
-
-
-@cache
-def _tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(MINILM, model_max_length=10**6)
+    return [end for _, end in text_tokenizer(10**6)(text, return_offsets_mapping=True)["offset_mapping"]]

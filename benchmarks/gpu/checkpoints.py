@@ -20,17 +20,18 @@ from embedtrain.training.step import StepContext, train_step
 TITLE = "The stall of a checkpoint, with AdamW's moments"
 MODELS = ("XLM-R-large", "Qwen3-0.6B")
 STEPS, SAVES = 10, 3
+HEADER = ("model", "GB", "asynchronous", "a step, s", "first save, s", "later saves, s", "a step after a save, s",
+          "the last save is written after, s")  # fmt: skip
 
 
 def measure(_: str, *, small: bool = False) -> str:
     with joined_world() as world:
-        rows = [row for name in MODELS for row in _rows(sized_named(name, small=small), world, 1 if small else STEPS)]
-    header = ["model", "GB", "asynchronous", "a step, s", "first save, s", "later saves, s", "a step after a save, s",
-              "the last save is written after, s"]  # fmt: skip
-    return markdown(header, rows)
+        cells = [row for name in MODELS for row in rows(sized_named(name, small=small), world, 1 if small else STEPS)]
+    return markdown(HEADER, cells)
 
 
-def _rows(sized: Sized, world: World, steps: int) -> list[list[str]]:
+def rows(sized: Sized, world: World, steps: int) -> list[list[str]]:
+    """The rows of a model, with asynchronous checkpoints and without."""
     with saved(sized, world.device) as folder:
         loaded = load(folder, world)
     context = make_step_context(loaded, world)
@@ -48,14 +49,14 @@ def _rows(sized: Sized, world: World, steps: int) -> list[list[str]]:
     for _ in range(2):
         step()
     plain = statistics.median(step() for _ in range(steps))
-    rows = []
+    found = []
     for asynchronous in (False, True):
         with TemporaryDirectory(prefix="embedtrain-bench-") as root:
-            rows.append(
+            found.append(
                 [sized.name, *_saves(context, Path(root), asynchronous, plain, lambda: [step() for _ in range(steps)])]
             )
     context.wait_for_staging = lambda: None
-    return rows
+    return found
 
 
 def _saves(

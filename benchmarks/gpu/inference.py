@@ -13,7 +13,7 @@ from benchmarks.gpu.models import load, saved, sized_named
 from benchmarks.gpu.training import free_memory
 from benchmarks.measure import interleave, markdown, ratio, speed, unit
 from benchmarks.workloads import descriptions
-from embedtrain.config.evaluation import IndexConfig, VectorPlacement
+from embedtrain.config.evaluation import IndexConfig, ScanDtype, VectorPlacement
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex
@@ -24,22 +24,29 @@ MODELS = ("XLM-R-large", "Qwen3-0.6B", "Qwen3-4B")
 NUM_TEXTS, CHUNK_TOKENS, BATCH_SIZE = 8192, 65536, 128
 # Documents, queries, results and dimensions of a search.
 SEARCHES = ((100_000, 1000, 100, 1024), (1_000_000, 1000, 100, 1024), (5_000_000, 1000, 100, 1024))
+SMALL_SEARCH = (500, 20, 10, 16)
+SEARCH_HEADER = ("documents x queries, results", "kept on", "add, s", "ours, queries / s", "torch.topk, queries / s",
+                 "equal results")  # fmt: skip
 
 
 def measure(part: str, *, small: bool = False) -> str:
     with joined_world() as world:
         if part == "search":
-            searches = ((500, 20, 10, 16),) if small else SEARCHES
-            header = ["documents x queries, results", "kept on", "add, s", "ours, queries / s",
-                      "torch.topk, queries / s", "equal results"]  # fmt: skip
-            rows = [_search_row(world, place, *sizes) for sizes in searches for place in ("device", "host")]
-            return markdown(header, rows)
-        rows = [_encoding_row(world, name, small=small) for name in MODELS]
+            searches = (SMALL_SEARCH,) if small else SEARCHES
+            rows = [search_row(world, place, *sizes) for sizes in searches for place in ("device", "host")]
+            return markdown(SEARCH_HEADER, rows)
+        rows = [encoding_row(world, name, small=small) for name in MODELS]
+    return markdown(encoding_header(), rows)
+
+
+def encoding_header() -> list[str]:
+    """Titles of the cells of `encoding_row`."""
     per_s = f"real tokens / {unit()}"
-    return markdown(["model", f"ours, {per_s}", f"theirs, {per_s}", "ratio", "mean cosine of ours with theirs"], rows)
+    return ["model", f"ours, {per_s}", f"theirs, {per_s}", "ratio", "mean cosine of ours with theirs"]
 
 
-def _encoding_row(world: World, name: str, *, small: bool) -> list[str]:
+def encoding_row(world: World, name: str, *, small: bool) -> list[str]:
+    """Encode descriptions with a model of `MODELS` and with sentence-transformers."""
     free_memory()  # of the previous model
     sized = sized_named(name, small=small)
     texts = [text for _, text in descriptions()[: 16 if small else NUM_TEXTS]]
@@ -63,7 +70,16 @@ def _encoding_row(world: World, name: str, *, small: bool) -> list[str]:
     return [name, *speeds, ratio(our_rounds, their_rounds), f"{cosine:.4f}"]
 
 
-def _search_row(world: World, place: str, num_documents: int, num_queries: int, k: int, dimension: int) -> list[str]:
+def search_row(
+    world: World,
+    place: str,
+    num_documents: int,
+    num_queries: int,
+    k: int,
+    dimension: int,
+    scan: ScanDtype | None = None,
+) -> list[str]:
+    """Search with vectors kept on the device or the host, which a copy of the type `scan` may precede."""
     free_memory()
     device = world.device
     random = torch.Generator(device).manual_seed(0)
@@ -72,7 +88,7 @@ def _search_row(world: World, place: str, num_documents: int, num_queries: int, 
         F.normalize(torch.randn(len(part), dimension, device=device, generator=random), dim=1)
         for part in torch.arange(num_documents).split(50_000)
     ]
-    index = ShardedIndex(torch.arange(num_documents), world, IndexConfig(place=VectorPlacement(place)))
+    index = ShardedIndex(torch.arange(num_documents), world, IndexConfig(place=VectorPlacement(place), scan_dtype=scan))
 
     def add() -> None:
         for block, rows in zip(blocks, torch.arange(num_documents).split(50_000), strict=True):
@@ -97,7 +113,7 @@ def _search_row(world: World, place: str, num_documents: int, num_queries: int, 
     equal = (ranking[0].sort().values == plain[0].sort().values).float().mean()
     return [
         f"{num_documents:,} x {num_queries:,}, {k}",
-        place,
+        place if scan is None else f"{place}, scanned in {scan.value}",
         f"{add_seconds:.2f}",
         f"{num_queries / search_seconds:,.0f}",
         f"{num_queries / topk_seconds:,.0f}",

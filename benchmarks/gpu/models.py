@@ -1,7 +1,7 @@
 """Models of real sizes with random weights, and random texts of mixed lengths; nothing is downloaded."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +16,12 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
 )
 
-from benchmarks.inputs import MINILM
+from benchmarks.inputs import text_tokenizer
+from embedtrain.config.compose import compose_recipe
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.recipe import Attention, ParallelConfig, Pooling, Precision
+from embedtrain.config.recipe import Attention, LoraConfig, Pooling
 from embedtrain.data.rows import Documents, Example
 from embedtrain.data.types import GlobalBatch, Tokens
 from embedtrain.distributed.world import World
@@ -42,6 +42,7 @@ class Sized:
         pairs: pairs in a batch whose graphs are all cached.
         chunk_tokens: tokens of one forward pass.
         kind: a cross-encoder reads both texts of a pair together; a sparse model has a vocabulary head.
+        length: tokens of every text; None: log-normal with a mean of about 100.
     """
 
     name: str
@@ -50,6 +51,11 @@ class Sized:
     pairs: int
     chunk_tokens: int
     kind: str = "dense"
+    length: int | None = None
+
+    def of_length(self, length: int) -> "Sized":
+        """The same with texts of `length` tokens, and about as many tokens in a batch."""
+        return replace(self, pairs=max(2, self.pairs * MEAN_LENGTH // length), length=length)
 
 
 _XLMR = {
@@ -178,7 +184,7 @@ def saved(model: Sized, device: torch.device) -> Iterator[Path]:
             backbone = model_class.from_config(config)
         backbone.to(torch.bfloat16).save_pretrained(folder)
         del backbone
-        AutoTokenizer.from_pretrained(MINILM, model_max_length=LONGEST).save_pretrained(folder)
+        text_tokenizer(LONGEST).save_pretrained(folder)
         if model.kind == "dense":
             _write_sentence_transformers_files(model, Path(folder))
         yield Path(folder)
@@ -207,22 +213,30 @@ def load(
     world: World,
     *,
     attention: Attention = Attention.auto,
-    compiled: bool = False,
+    options: Sequence[str] = (),
     kind: str = "dense",
+    lora: LoraConfig | None = None,
 ) -> LoadedModel:
-    """Load the saved model as a bf16 run does: weights in fp32, computation in bf16."""
-    config = load_kind(kind).options(path=str(folder), attention=attention)
-    return load_model(config, ParallelConfig(precision=Precision.bf16, compile=compiled), world, seed=0)
+    """Load the saved model as a bf16 run does: weights in fp32, computation in bf16.
+
+    `options` are those of a recipe's `parallel`, such as compile=true; a ConfigError if there is none of this name and
+    value.
+    """
+    config = load_kind(kind).options(path=str(folder), attention=attention, lora=lora or LoraConfig())
+    parallel = compose_recipe([f"parallel.{option}" for option in ("precision=bf16", *options)]).parallel
+    return load_model(config, parallel, world, seed=0)
 
 
 class RandomTexts:
-    """Tokens of queries and documents with log-normal lengths (implements BatchTokens)."""
+    """Tokens of queries and documents with `length` tokens, or log-normal lengths (implements BatchTokens)."""
 
-    def __init__(self, pairs: int, seed: int) -> None:
+    def __init__(self, pairs: int, seed: int, length: int | None = None) -> None:
         generator = np.random.default_rng(seed)
         median = MEAN_LENGTH / np.exp(SPREAD**2 / 2)
         lengths = generator.lognormal(np.log(median), SPREAD, 2 * pairs)
         self.lengths = np.clip(lengths, SHORTEST, LONGEST).astype(np.int64)
+        if length is not None:
+            self.lengths[:] = length
         self.num_documents = np.ones(pairs, dtype=np.int64)
         self.keys = np.arange(2 * pairs, dtype=np.int64)
         ids = generator.integers(_FIRST_ID, _LAST_ID, int(self.lengths.sum()), dtype=np.int32)

@@ -72,7 +72,7 @@ def _rows(sized: Sized, workload: Workload, folder: Path, world: World, rate: fl
     options = ChunkOptions(sized.chunk_tokens, pass_overhead_tokens=overhead)
     makers: dict[float | str, Callable[[], StepRunner]] = {
         **{c: lambda c=c: OurSteps(load(folder, world), world, batches, options, c) for c in (1.0, 0.0, 0.5)},  # type: ignore[misc]
-        **{n: lambda n=n: _theirs(n, workload, folder, world, batches) for n in (AUTOCAST, WEIGHTS, CACHED)},  # type: ignore[misc]
+        **{n: lambda n=n: their_steps(n, workload, folder, world, batches) for n in (AUTOCAST, WEIGHTS, CACHED)},  # type: ignore[misc]
     }
     rounds = {name: _rounds(make) for name, make in makers.items()}
     label = f"{workload.num_pairs} pairs, {workload.name}"
@@ -106,7 +106,8 @@ def _cells(ours: Rounds | None, theirs: Rounds | None, flops: Sequence[float], r
     return [*cells, *(f"{fraction:.1%}" for fraction in fractions), padding_factor(ours), padding_factor(theirs)]
 
 
-def _theirs(name: str, workload: Workload, folder: Path, world: World, batches: Batches) -> TheirSteps:
+def their_steps(name: str, workload: Workload, folder: Path, world: World, batches: Batches) -> TheirSteps:
+    """The steps of sentence-transformers: AUTOCAST, WEIGHTS or CACHED."""
     dtype = torch.bfloat16 if name == WEIGHTS else torch.float32
     model = SentenceTransformer(str(folder), device=str(world.device), model_kwargs={"dtype": dtype})
     model.max_seq_length = workload.max_length

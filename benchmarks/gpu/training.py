@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.comparison import make_step_context, prefetched
+from benchmarks.comparison import OPTIM, make_step_context, prefetched
 from benchmarks.gpu.models import RandomTexts, Sized, load, saved, sized_named
 from benchmarks.measure import markdown
 from embedtrain.config.losses import BCEConfig, InfoNCEConfig
-from embedtrain.config.recipe import Attention
+from embedtrain.config.optim import OptimConfig
+from embedtrain.config.recipe import Attention, LoraConfig
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
 from embedtrain.inference.loading.load import LoadedModel
@@ -41,23 +42,29 @@ class Variant:
     """How to train a model.
 
     Attributes:
+        options: of a recipe's `parallel`, such as compile=true.
         cached: the fraction of tokens whose graphs are cached; None: as many as memory allows.
         batch_factor: multiplies the number of pairs.
+        lora: adapters are trained instead of the model.
     """
 
     name: str
     attention: Attention = Attention.packed
-    compiled: bool = False
+    options: tuple[str, ...] = ("compile=false",)
     cached: float | None = 1.0
     batch_factor: int = 1
+    lora: LoraConfig | None = None
+    optim: OptimConfig = field(default_factory=lambda: OPTIM)
 
 
+COMPILED, SELECTIVE = "compile=true", "activation_checkpointing=selective"
 PACKED = Variant(name="packed")
 VARIANTS = (
     PACKED,
     Variant(name="padded", attention=Attention.padded),
-    Variant(name="packed, compiled", compiled=True),
-    Variant(name="padded, compiled", attention=Attention.padded, compiled=True),
+    Variant(name="packed, compiled", options=(COMPILED,)),
+    Variant(name="padded, compiled", attention=Attention.padded, options=(COMPILED,)),
+    Variant(name="packed, compiled, selective recomputation", options=(COMPILED, SELECTIVE)),
     Variant(name="packed, no graphs cached", cached=0.0, batch_factor=2),
     Variant(name="packed, graphs cached as memory allows", cached=None, batch_factor=2),
 )
@@ -67,6 +74,7 @@ VARIANTS = (
 class TrainCost:
     """Cost of the steps of a variant. Memory is in bytes, and zero on a CPU."""
 
+    steps: int
     seconds: float
     real: int
     computed: int
@@ -135,7 +143,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 def _row(model: Model, variant: Variant, folder: Path, world: World, rate: float) -> list[str]:
     names = [model.sized.name, variant.name]
     try:
-        cost = _train(model, variant, folder, world)
+        cost = train(model, variant, folder, world, warm=WARM, steps=STEPS)
     except (RuntimeError, EmbedtrainError) as error:  # out of memory, or a compiler error: continue with the next row
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         message = "out of memory" if out_of_memory else f"failed: {(str(error).splitlines() or [''])[0]}"
@@ -154,7 +162,7 @@ def _row(model: Model, variant: Variant, folder: Path, world: World, rate: float
     packed_utilization = None if packed is None else packed.flops / packed.seconds / rate
     return [
         *names,
-        f"{cost.real / STEPS:,.0f}",
+        f"{cost.real / cost.steps:,.0f}",
         f"{cost.cached:.0%}",
         f"{cost.computed / cost.real:.2f}",
         f"{cost.real / cost.seconds:,.0f}",
@@ -175,29 +183,34 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _train(model: Model, variant: Variant, folder: Path, world: World) -> TrainCost:
+def train(model: Model, variant: Variant, folder: Path, world: World, *, warm: int, steps: int) -> TrainCost:
+    """The cost of `steps` steps, after `warm` others.
+
+    A ConfigError if a recipe does not have the variant's options.
+    """
     device, sized = world.device, model.sized
     free_memory()  # memory of the random initialization
     _peak(device)
-    loaded = load(folder, world, attention=variant.attention, compiled=variant.compiled, kind=sized.kind)
+    loaded = load(
+        folder, world, attention=variant.attention, options=variant.options, kind=sized.kind, lora=variant.lora
+    )
     loading = _peak(device)
-    run = make_step_context(loaded, world, loss=loss_of(sized.kind))
-    texts = [RandomTexts(variant.batch_factor * sized.pairs, seed) for seed in range(BATCHES)]
+    run = make_step_context(loaded, world, variant.optim, loss_of(sized.kind))
+    texts = [RandomTexts(variant.batch_factor * sized.pairs, seed, sized.length) for seed in range(BATCHES)]
     num_cached = _num_cached_tokens(model, variant, sum(int(t.lengths.sum()) for t in texts) // BATCHES, device)
     batches = [rank_batch(t, run, loaded, sized.chunk_tokens, num_cached) for t in texts]
     loss = train_step(run, batches[0]).loss
-    _run_steps(run, batches, WARM)
+    _run_steps(run, batches, warm)
     _peak(device)
-    seconds = timed(lambda: _run_steps(run, batches, STEPS), device)
+    seconds = timed(lambda: _run_steps(run, batches, steps), device)
     peak = _peak(device)
-    step_batches = [batches[step % BATCHES] for step in range(STEPS)]
+    step_batches = [batches[step % BATCHES] for step in range(steps)]
     per_text = model_flops(loaded.encoder)
     flops = sum(per_text.of(batch.lengths) for batch in step_batches)
     real, computed = sum(b.real_tokens for b in step_batches), sum(b.computed_tokens for b in step_batches)
     cached = statistics.mean(_count_cached_tokens(b) / b.computed_tokens for b in batches)
-    return TrainCost(
-        seconds, real, computed, flops, loss, cached, loading, peak, _bytes_per_token(run, loaded, variant, sized)
-    )
+    kept = _bytes_per_token(run, loaded, variant, sized)
+    return TrainCost(steps, seconds, real, computed, flops, loss, cached, loading, peak, kept)
 
 
 def loss_of(kind: str) -> Loss | None:
@@ -239,7 +252,7 @@ def _num_cached_tokens(model: Model, variant: Variant, tokens: int, device: torc
     if device.type != "cuda" or packed is None or not packed.bytes_per_token:
         return limit
     total = torch.cuda.get_device_properties(device).total_memory
-    fixed = packed.peak - packed.bytes_per_token * packed.computed / STEPS
+    fixed = packed.peak - packed.bytes_per_token * packed.computed / packed.steps
     # One chunk is encoded again in the backward pass and needs its activations too.
     fitting = int((USABLE * total - fixed) / packed.bytes_per_token) - model.sized.chunk_tokens
     return max(0, min(limit, fitting))
@@ -252,7 +265,9 @@ def _bytes_per_token(run: StepContext, loaded: LoadedModel, variant: Variant, si
         return 0.0
     peaks, tokens = [], []
     for pairs in (sized.pairs, sized.pairs // 2):
-        batch = rank_batch(RandomTexts(pairs, seed=0), run, loaded, sized.chunk_tokens, activation_tokens=10**9)
+        batch = rank_batch(
+            RandomTexts(pairs, 0, sized.length), run, loaded, sized.chunk_tokens, activation_tokens=10**9
+        )
         _peak(device)
         train_step(run, batch)
         peaks.append(_peak(device))

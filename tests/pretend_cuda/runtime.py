@@ -73,7 +73,7 @@ def install(waits: Callable[[str], None]) -> None:
         "memory_reserved": RESERVED, "max_memory_reserved": RESERVED,
         "memory_stats": {"allocated_bytes.all.current": ALLOCATED, "reserved_bytes.all.current": RESERVED},
         "memory_summary": "", "set_device": None, "empty_cache": None, "reset_peak_memory_stats": None,
-        "set_per_process_memory_fraction": None,
+        "set_per_process_memory_fraction": None, "set_sync_debug_mode": None,
         "manual_seed": None, "manual_seed_all": None, "set_rng_state": None, "_lazy_init": None, "init": None,
         "get_device_properties": types.SimpleNamespace(
             name="a pretended GPU", total_memory=TOTAL, major=9, minor=0, multi_processor_count=132

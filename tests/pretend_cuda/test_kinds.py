@@ -130,8 +130,11 @@ def assert_one_read(steps: list[dict[str, int]]) -> None:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("kinds"))
+
+
+def write_inputs(folder: Path) -> Path:
     """26 rows with a negative each, and an evaluation set of 6 queries."""
-    folder = tmp_path_factory.mktemp("kinds")
     rows = [
         {"query": row.query, "pos": list(row.documents.texts[:1]), "neg": [*row.documents.texts[1:], text(400 + i, 5)]}
         for i, row in enumerate(batch(26).rows)

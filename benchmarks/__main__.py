@@ -20,6 +20,7 @@ TABLES = (
     "data",
     "checkpoints",
     "plan",
+    "memory_traffic",
     "startup",
 )
 # Slow; data_memory and scale need a lot of disk space as well, defaults needs other data sets.

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from sentence_transformers import CrossEncoder
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from benchmarks import late_interaction, pipeline_ablation, reranking, scale, sparse
+from benchmarks import late_interaction, memory_traffic, pipeline_ablation, reranking, scale, sparse
 from benchmarks.comparison import Batches, StepResults, comparison_cells, make_step_context
 from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import models as gpu_models
@@ -26,7 +28,7 @@ from benchmarks.measure import ROUNDS, Timed, WrongResult
 from benchmarks.products import Products
 from benchmarks.workloads import Workload, descriptions, equal_lengths, load_rows, question_passage, short_pairs, web
 from embedtrain.config.evaluation import ScanDtype
-from embedtrain.config.recipe import Precision
+from embedtrain.config.recipe import SELECTIVE, Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
@@ -266,3 +268,32 @@ def test_the_searches_of_the_scale_table_agree(tmp_path: Path, monkeypatch: pyte
     encoding = [{"texts": 3, "ranks": 1, "tokens": 9, "tokenizing": 0.1, "encoding": 0.2}] * 2
     (tmp_path / "results" / "encoding.json").write_text(json.dumps(encoding))
     assert "encoding 3 texts, 9 tokens of a rank" in scale._planned_table(tmp_path)
+
+
+def test_kernels_read_their_arguments_and_write_their_results() -> None:
+    """A product counts all three matrices; views and allocations are no kernels; an expanded row is read once."""
+    left, right = torch.empty(3, 5, device="meta"), torch.empty(5, 7, device="meta")
+    counts = memory_traffic.counted(lambda: (left.T @ torch.empty(3, 7, device="meta"), left @ right))
+    assert (counts.launches, counts.flops) == (2, 2 * (5 * 3 * 7 + 3 * 5 * 7))
+    assert (counts.read, counts.written) == (4 * (15 + 21 + 15 + 35), 4 * (35 + 21))
+    assert counts.between == 0
+    pointwise = memory_traffic.counted(lambda: left + torch.empty(5, device="meta").expand(3, 5))
+    assert (pointwise.read, pointwise.written, pointwise.between) == (4 * (15 + 5), 4 * 15, 4 * 35)
+    table, ids = torch.empty(1000, 8, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
+    assert memory_traffic.counted(lambda: nn.functional.embedding(ids, table)).read == 4 * 16 + 8 * 2
+
+
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="TorchInductor's names of torch 2.13")
+@pytest.mark.parametrize("name", memory_traffic.MODELS)
+def test_compiled_and_recomputed_blocks_are_counted(name: str) -> None:
+    """Compiled blocks launch fewer kernels for the same products; recomputation keeps less, and computes more."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        step = memory_traffic.Step(name, small=True)
+        eager, compiled = step.block_counts(), step.compiled_counts()
+        selective, recomputed = step.block_counts(SELECTIVE), step.block_counts(True)
+        whole = step.encoder_counts()
+    assert eager.flops == selective.flops == compiled.flops < recomputed.flops
+    assert recomputed.kept < selective.kept < eager.kept
+    assert compiled.launches < eager.launches < selective.launches < recomputed.launches
+    assert compiled.between < eager.between
+    assert whole.launches > step.num_blocks * eager.launches

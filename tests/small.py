@@ -114,8 +114,8 @@ def small_model(architecture: str, *, dropout: float = 0.0, **changes: Any) -> M
 
 
 def parallel(strategy: Strategy = Strategy.fsdp, **changes: Any) -> ParallelConfig:
-    """A recipe's parallel options in fp32."""
-    values: dict[str, Any] = {"strategy": strategy, "precision": Precision.fp32} | changes
+    """A recipe's parallel options in fp32, without compilation, which takes longer than the tests."""
+    values: dict[str, Any] = {"strategy": strategy, "precision": Precision.fp32, "compile": False} | changes
     return ParallelConfig(**values)
 
 

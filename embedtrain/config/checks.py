@@ -259,6 +259,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         "activation_checkpointing",
         f"must be true, false, {SELECTIVE} or null, which recomputes as far as memory requires it",
     )
+    check.require(parallel.compile in (True, False, "auto"), "compile", "expected auto, true or false")
 
 
 def _check_evaluation(recipe: Recipe) -> None:

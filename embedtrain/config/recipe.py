@@ -412,7 +412,8 @@ class ParallelConfig:
     cpu_offload: bool | None = None  # weights and optimizer in host memory; null: if nothing else fits
     # a file that `accelerate config` wrote, for its FSDP options
     accelerate_config: str | None = option(None, is_input=True)
-    compile: bool = False  # torch.compile for each block
+    # torch.compile for each block, in the first steps; auto: on GPUs, except with `deterministic`
+    compile: bool | str = "auto"
     # Only kernels that repeat bit for bit on GPUs, at a cost that has not been measured yet; no effect on CPUs.
     deterministic: bool = False
     # seconds that a rank waits for the others before all end with an error

@@ -181,15 +181,23 @@ class PackedKeys:
         starts: int32 [N + 1], the offset of each text among the attended tokens, and the end.
         tokens: int64 [K], the attended tokens.
         attended: bool [T], whether a token is attended to.
+        host_starts: `starts` on the host, as in `Packing`.
     """
 
-    __slots__ = ("attended", "lengths", "longest", "longest_partial", "starts", "tokens")
+    __slots__ = ("attended", "host_starts", "lengths", "longest", "longest_partial", "starts", "tokens")
 
     def __init__(
-        self, lengths: tuple[int, ...], longest_partial: int, starts: Tensor, tokens: Tensor, attended: Tensor
+        self,
+        lengths: tuple[int, ...],
+        longest_partial: int,
+        starts: Tensor,
+        tokens: Tensor,
+        attended: Tensor,
+        host_starts: Tensor | None = None,
     ) -> None:
         self.lengths, self.longest_partial, self.starts, self.tokens = lengths, longest_partial, starts, tokens
         self.attended, self.longest = attended, max(lengths)
+        self.host_starts = starts if host_starts is None else host_starts
 
     @classmethod
     def of(cls, lengths: NDArray[np.int64], key_lengths: NDArray[np.int64]) -> "PackedKeys | None":
@@ -211,7 +219,7 @@ class PackedKeys:
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "PackedKeys":
         """The same with `change` applied to all tensors."""
         tensors = change(self.starts), change(self.tokens), change(self.attended)
-        return PackedKeys(self.lengths, self.longest_partial, *tensors)
+        return PackedKeys(self.lengths, self.longest_partial, *tensors, self.host_starts)
 
 
 class Packing:
@@ -225,16 +233,22 @@ class Packing:
         starts: int32 [N + 1], the offset of each text, and the end.
         positions: int64 [1, T], position of each token in its text, from 0.
         keys: the tokens that are attended to; None: all.
+        host_starts: `starts` on the host, for compiled code, which may read a tensor but no number of each text.
         masks: those of windows in attention, which the layers share, by their sizes.
     """
 
-    __slots__ = ("keys", "lengths", "longest", "masks", "positions", "starts")
+    __slots__ = ("host_starts", "keys", "lengths", "longest", "masks", "positions", "starts")
 
     def __init__(
-        self, lengths: tuple[int, ...], starts: Tensor, positions: Tensor, keys: PackedKeys | None = None
+        self,
+        lengths: tuple[int, ...],
+        starts: Tensor,
+        positions: Tensor,
+        keys: PackedKeys | None = None,
+        host_starts: Tensor | None = None,
     ) -> None:
         self.lengths, self.starts, self.positions, self.keys = lengths, starts, positions, keys
-        self.longest = max(lengths)
+        self.longest, self.host_starts = max(lengths), starts if host_starts is None else host_starts
         self.masks: dict[tuple[int, int, bool], Tensor] = {}
 
     @classmethod
@@ -262,7 +276,7 @@ class Packing:
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Packing":
         """The same with `change` applied to all tensors."""
         keys = None if self.keys is None else self.keys.map_tensors(change)
-        return Packing(self.lengths, change(self.starts), change(self.positions), keys)
+        return Packing(self.lengths, change(self.starts), change(self.positions), keys, self.host_starts)
 
 
 @dataclass(frozen=True, slots=True)

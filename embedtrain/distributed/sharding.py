@@ -1,26 +1,29 @@
 """Sharding an encoder with FSDP2, and loading weights into the shards.
 
-The order of sharding is fixed. Activation checkpointing comes first, because FSDP must gather weights around it.
-Compilation is next, block by block and in place, so that parameter names do not change. Then every block becomes an
-FSDP group, a large token embedding another, and everything else (final norm, heads) belongs to the root. The optimizer
-is built after all this: if built before, it holds tensors that the model no longer uses.
+The order of sharding is fixed. Activation checkpointing comes first, because FSDP must gather weights around it. Then
+every block becomes an FSDP group, a large token embedding another, and everything else (final norm, heads) belongs to
+the root. The optimizer is built after all this: if built before, it holds tensors that the model no longer uses.
 
-Each rank then reads its own rows of each tensor from files, or rank 0 broadcasts them.
+Each rank then reads its own rows of each tensor from files, or rank 0 broadcasts them. Blocks are compiled last, when
+the model is verified: the texts of verifications have forms that training never has, and each form costs a graph.
 """
 
 import contextlib
 import functools
+import importlib.util
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # private names, checked on torch 2.13
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -36,9 +39,10 @@ from torch.utils.hooks import RemovableHandle
 
 from embedtrain.config.recipe import SELECTIVE, ParallelConfig, Precision, Strategy
 from embedtrain.distributed.device import has_bf16
+from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.world import World, device_group
 from embedtrain.errors import ModelError, TrainingError
-from embedtrain.utils.formatting import format_count
+from embedtrain.utils.formatting import format_count, one_line
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,13 @@ LARGE_EMBEDDING = 2**24
 _KEEP_UNSHARDED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 # Hooks of `_guard_direct_calls`, by encoder.
 _GUARDS: "weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = weakref.WeakKeyDictionary()
+# The blocks of a sharded encoder, whose classes FSDP has renamed.
+_BLOCKS: "weakref.WeakKeyDictionary[nn.Module, list[nn.Module]]" = weakref.WeakKeyDictionary()
+# Classes of blocks that run eagerly although they were to be compiled, and why, by encoder.
+_EAGER: "weakref.WeakKeyDictionary[nn.Module, dict[str, str]]" = weakref.WeakKeyDictionary()
+# Graphs of one class of blocks. Each kind of its layers (three in ModernBERT) has one for passes with gradients, one
+# without, and one for evaluation, and for padded texts again as many with and without a mask. Torch's limit is 8.
+_MAX_GRAPHS = 64
 
 
 def resolve_precision(precision: Precision, world: World) -> Precision:
@@ -98,9 +109,6 @@ def shard_encoder(
     if layout.activation_checkpointing:
         _require_blocks(encoder, blocks)
         recompute_activations(blocks, layout.activation_checkpointing)
-    if parallel.compile:
-        for block in blocks:
-            block.compile(dynamic=True)
     mesh = layout.mesh(device)
     policy = _precision(parallel.precision)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if layout.cpu_offload else OffloadPolicy()
@@ -132,8 +140,8 @@ def shard_encoder(
     fully_shard(encoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     storage = torch.device("cpu") if layout.cpu_offload else device
     encoder._apply(lambda t: torch.empty_like(t, device=storage) if t.is_meta else t.to(device))
-    # Not inside compiled blocks, where a Python hook would break the graph at every linear layer.
-    _guard_direct_calls(encoder, outside=blocks if parallel.compile else [])
+    _BLOCKS[encoder] = blocks
+    _guard_direct_calls(encoder, outside=[])
 
 
 def towers_of(encoder: nn.Module) -> list[nn.Module]:
@@ -213,6 +221,90 @@ def _policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 _keep_products = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
+def compiles_blocks(parallel: ParallelConfig, device: torch.device) -> bool:
+    """Whether `parallel.compile` asks for compiled blocks in training on this device.
+
+    By default on GPUs where Triton, which computes the graphs, is installed. Kernels are chosen by their speed, so not
+    where the same run has to repeat bit for bit.
+    """
+    if isinstance(parallel.compile, bool):
+        return parallel.compile
+    has_triton = importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and has_triton and not parallel.deterministic
+
+
+def compile_blocks(encoder: nn.Module) -> None:
+    """Compile the forward pass of each block of a sharded encoder in place, as a whole and for all lengths.
+
+    Compilation happens in the passes that first need a graph. A block that cannot be compiled runs eagerly, as do all
+    of its class; `EagerBlocks` says why.
+    """
+    blocks, failed = _BLOCKS[encoder], _EAGER.setdefault(encoder, {})
+    # Both settings belong to the process, and apply when a graph is compiled. Without the second one a graph whose
+    # backward pass cannot be compiled fails there, when it is too late to run the block eagerly.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    for block in blocks:
+        # Not its call, as in `_recompute`. The hooks of FSDP and of early exits stay outside of the graph.
+        block.forward = _compiled(block.forward, type(block).__name__.removeprefix("FSDP"), failed)
+    # Not inside compiled blocks, where a Python hook would break the graph at every linear layer.
+    remove_guards(encoder)
+    _guard_direct_calls(encoder, outside=blocks)
+
+
+def _compiled(forward: Callable[..., Any], name: str, failed: dict[str, str]) -> Callable[..., Any]:
+    """`forward`, compiled until a block of this name fails, which is recorded."""
+    compiled = torch.compile(forward, fullgraph=True, dynamic=True)
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if name not in failed:
+            try:
+                return compiled(*args, **kwargs)
+            # Raised before anything is computed: of the code of the block, of the compiler, or of too many graphs.
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                failed[name] = one_line(error)
+        return forward(*args, **kwargs)
+
+    return call
+
+
+class EagerBlocks:
+    """The blocks of several encoders that run eagerly because they could not be compiled; each is named once."""
+
+    def __init__(self, encoders: Sequence[nn.Module]) -> None:
+        self._encoders, self._named = list(encoders), set[str]()
+
+    @property
+    def notice(self) -> Notice:
+        """What this rank announces at the end of a step."""
+        return Notice.not_compiled if self._unnamed() else Notice(0)
+
+    def name(self, world: World) -> list[str]:
+        """A sentence about each class of blocks that failed on any rank and has no sentence yet. A collective.
+
+        All ranks run the blocks of these classes eagerly from now on.
+        """
+        of_ranks = world.gather(self._unnamed())
+        reasons = {name: reason for of_rank in reversed(of_ranks) for name, reason in of_rank.items()}
+        self._named |= reasons.keys()
+        for encoder in self._encoders:
+            _EAGER.get(encoder, {}).update(reasons)
+        return [
+            f"parallel.compile: {name} cannot be compiled and runs eagerly, which is slower: {reason}"
+            for name, reason in reasons.items()
+        ]
+
+    def _unnamed(self) -> dict[str, str]:
+        failed = (item for encoder in self._encoders for item in _EAGER.get(encoder, {}).items())
+        return {name: reason for name, reason in failed if name not in self._named}
+
+
+def num_compilations() -> int:
+    """How many times this process has compiled a graph, or tried to."""
+    return int(torch._dynamo.utils.counters["frames"]["total"])
 
 
 def _require_shardable(encoder: nn.Module, blocks: list[nn.Module]) -> None:

@@ -50,6 +50,7 @@ class Notice(IntFlag):
     stop = 1  # a signal asked it to stop
     save_failed = 2  # an asynchronous checkpoint could not be written
     save_due = 4  # so much time has passed since the last checkpoint, on rank 0
+    not_compiled = 8  # a block could not be compiled
 
 
 def exit_code(received: signal.Signals) -> int:

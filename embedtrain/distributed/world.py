@@ -573,13 +573,17 @@ class Timeouts:
 
     Args:
         timeout: seconds that ranks wait for each other before the first step and between steps.
-        step_timeout: seconds that ranks wait within a step, after the first one; at most `timeout`, at least three
-            times the duration of the first step.
+        step_timeout: seconds that ranks wait within a step, after the first one that compiles nothing; at most
+            `timeout`, at least three times the longest step up to that one.
+        compilations: how many times this rank has compiled a graph so far.
     """
 
-    def __init__(self, world: World, timeout: float, step_timeout: float) -> None:
-        self.world, self.timeout, self.step_timeout = world, timeout, step_timeout
-        self._first_step_seconds: float | None = None
+    def __init__(
+        self, world: World, timeout: float, step_timeout: float, compilations: Callable[[], int] = lambda: 0
+    ) -> None:
+        self.world, self.timeout, self.step_timeout, self.compilations = world, timeout, step_timeout, compilations
+        self._longest_step: float | None = None  # seconds, of the steps under `timeout`
+        self._has_compiled = False  # in the last of these steps
         self._in_sync = False
 
     def leave_steps(self) -> None:
@@ -589,18 +593,22 @@ class Timeouts:
     @contextlib.contextmanager
     def within_step(self) -> Iterator[None]:
         """Apply the step time-out while the block takes a step. Every rank must enter it."""
-        if self._first_step_seconds is None:
-            started = time.monotonic()
-            yield
-            self._first_step_seconds = time.monotonic() - started
-            return
+        if self._longest_step is not None and not self._in_sync:
+            # All ranks must have arrived before any of them applies the shorter time-out. After a step in which one of
+            # them has compiled, others may compile the same graph in the next one: their chunks have other forms.
+            local = [math.ceil(self._longest_step), int(self._has_compiled)]
+            seconds, has_compiled = max_over_ranks(local, self.world.device)
+            if not has_compiled:
+                self.step_timeout = min(self.timeout, max(self.step_timeout, _FIRST_STEP_FACTOR * seconds))
+                self._in_sync = True
+                if self.world.watchdog is not None:
+                    self.world.watchdog.max_silence = self.step_timeout
         if not self._in_sync:
-            # All ranks must have arrived before any of them applies the shorter time-out.
-            (seconds,) = max_over_ranks([math.ceil(self._first_step_seconds)], self.world.device)
-            self.step_timeout = min(self.timeout, max(self.step_timeout, _FIRST_STEP_FACTOR * seconds))
-            self._in_sync = True
-            if self.world.watchdog is not None:
-                self.world.watchdog.max_silence = self.step_timeout
+            started, compilations = time.monotonic(), self.compilations()
+            yield
+            self._longest_step = max(self._longest_step or 0.0, time.monotonic() - started)
+            self._has_compiled = self.compilations() > compilations
+            return
         _set_timeout(self.world, self.step_timeout)
         yield
         # Not after an error: a lost rank is not waited for any longer.

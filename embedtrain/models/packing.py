@@ -323,7 +323,12 @@ def packed_attention(
         # torch's attention on a CPU is several times slower backward in bf16. The first of two passes over a chunk
         # has no gradient, but must equal the second one.
         q, k, v = (part if part.is_cuda else part.float() for part in (q, k, v))
-    return _batched_runs(q, k, v, packing, causal, reach, scale, dropout).to(value.dtype).unsqueeze(0), None
+    if not torch.compiler.is_compiling():
+        return _batched_runs(q, k, v, packing, causal, reach, scale, dropout).to(value.dtype).unsqueeze(0), None
+    key_starts, attended = (None, None) if packing.keys is None else (packing.keys.host_starts, packing.keys.attended)
+    seed = torch.randint(2**62, (), device="cpu") if dropout else None
+    output = _runs_in_graph(q, k, v, packing.host_starts, key_starts, attended, seed, causal, reach, scale, dropout)
+    return output.to(value.dtype).unsqueeze(0), None
 
 
 def _reach(causal: bool, window: int | None, *, explicit: bool) -> int | None:
@@ -367,7 +372,6 @@ def _varlen_kernel(
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _batched_runs(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool, reach: int | None, scale: float, dropout: float
 ) -> Tensor:
@@ -424,6 +428,92 @@ def _shared_mask(packing: Packing, length: int, reach: int, causal: bool, device
     if key not in packing.masks:
         packing.masks[key] = _window_mask(length, reach, causal, device)
     return packing.masks[key]
+
+
+# In a compiled block `_batched_runs` is one operator, whose graph does not depend on the lengths of texts. Its gradient
+# computes it again, because autograd does not look into an operator.
+@torch.library.custom_op("embedtrain::packed_attention", mutates_args=())
+def _runs_in_graph(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor | None,
+    attended: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    reach: int | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """`_batched_runs` of offsets on the host, int32 [N + 1]; `seed`, int64 [] on the host, is that of dropout."""
+    return _seeded_runs(q, k, v, starts, key_starts, attended, seed, causal, reach, scale, dropout)
+
+
+@torch.library.custom_op("embedtrain::packed_attention_backward", mutates_args=())
+def _gradients_of_runs(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor | None,
+    attended: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    reach: int | None,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    others = starts, key_starts, attended, seed, causal, reach, scale, dropout
+    _, gradients_of = torch.func.vjp(lambda *parts: _seeded_runs(*parts, *others), q, k, v)
+    of_q, of_k, of_v = (part.contiguous() for part in gradients_of(grad))
+    return of_q, of_k, of_v
+
+
+@_runs_in_graph.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return v.new_empty((*q.shape[:2], v.shape[2]))
+
+
+@_gradients_of_runs.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _seeded_runs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor | None,
+    attended: Tensor | None,
+    seed: Tensor | None,
+    *others: Any,
+) -> Tensor:
+    keys = None
+    if key_starts is not None and attended is not None:
+        keys = PackedKeys(tuple(key_starts.diff().tolist()), 0, key_starts, key_starts, attended)
+    packing = Packing(tuple(starts.diff().tolist()), starts, starts, keys)  # as far as `_batched_runs` reads it
+    if seed is None:
+        return _batched_runs(q, k, v, packing, *others)
+    with torch.random.fork_rng([q.device] if q.is_cuda else []):
+        torch.manual_seed(int(seed))
+        return _batched_runs(q, k, v, packing, *others)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.causal, ctx.reach, ctx.scale, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_of_runs(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    options = ctx.causal, ctx.reach, ctx.scale, ctx.dropout
+    return (*_gradients_of_runs(grad, *ctx.saved_tensors, *options), *[None] * 8)
+
+
+_runs_in_graph.register_autograd(_backward_of_runs, setup_context=_keep_inputs)
 
 
 @functools.lru_cache(maxsize=64)

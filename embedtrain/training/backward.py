@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.collectives import average_gradients
-from embedtrain.distributed.sharding import set_gradient_sync, towers_of
+from embedtrain.distributed.sharding import EagerBlocks, set_gradient_sync, towers_of
 from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.encoded import Part, split_queries
@@ -59,6 +59,7 @@ class Backward:
         self.reduce_per_step = reduce_per_step
         self.guides = dict(guides or {})
         self.sources, self.row_specs = sources, row_specs
+        self.eager_blocks = EagerBlocks([encoder, *(guide.encoder for guide in self.guides.values())])
 
     def __call__(self, *batches: RankBatch, measured: bool = False) -> tuple[LossOutput, Tensor]:
         """Add the gradient of the mean loss over all rows of the global batches to the parameters' `grad`.

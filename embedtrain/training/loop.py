@@ -248,6 +248,9 @@ class TrainingLoop:
                         report = train_step(self.context, *rank_batches, measured=self._is_logged(step))
                 if Notice.save_failed in report.notices:
                     self.checkpointer.wait()  # raises the error of the save
+                if Notice.not_compiled in report.notices:
+                    for sentence in self.context.backward.eager_blocks.name(self.run.world):
+                        self.tracker.warn(f"step {step}: {sentence}")
                 self.stop_signals.agreed = Notice.stop in report.notices
                 throughput.add(report, prefetcher.pop_wait_seconds())
                 state.add_to_means({"loss": report.loss, **report.measures})

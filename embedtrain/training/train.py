@@ -13,13 +13,14 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.evaluation import TRAINED
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.device import deterministic_algorithms
+from embedtrain.distributed.sharding import num_compilations
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import Timeouts, World, joined_world
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import CompressedVectors
 from embedtrain.formats.model_card import OF_EXPORT
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.loading.load import quiet_libraries, verify_packing
+from embedtrain.inference.loading.load import quiet_libraries, verify_and_compile
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.models.rope import RopeTheta
 from embedtrain.planning.flops import model_flops
@@ -115,14 +116,14 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     if average is not None:
         schedule.optimizer.register_step_post_hook(lambda *_: average.update(state.step))
     if not start.from_scratch:  # its weights have only now been read
-        model = verify_packing(model, recipe.model, recipe.parallel, world, progress=run.console.note)
+        model = verify_and_compile(model, recipe.model, recipe.parallel, world, progress=run.console.note)
     context = StepContext(
         module=module,
         schedule=schedule,
         backward=build_backward(run, inputs, model, module.loss, guides),
         state=state,
         flops=tuple(map(model_flops, module.encoder.towers.values())),
-        notices=lambda: stop_signals.notice | checkpointer.notice,
+        notices=lambda: stop_signals.notice | checkpointer.notice | context.backward.eager_blocks.notice,
         wait_for_staging=checkpointer.wait_for_staging,
     )
     encoder = SentenceEncoder.from_model(
@@ -154,7 +155,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             checkpointer=checkpointer,
             tracker=tracker,
             stop_signals=stop_signals,
-            timeouts=Timeouts(world, recipe.parallel.timeout, recipe.parallel.step_timeout),
+            timeouts=Timeouts(world, recipe.parallel.timeout, recipe.parallel.step_timeout, num_compilations),
             reference=reference,
         )
         stopped = loop.train()

@@ -22,6 +22,8 @@ from embedtrain.distributed.sharding import (
     ParallelLayout,
     UnshardedWeight,
     broadcast_weights,
+    compile_blocks,
+    compiles_blocks,
     copy_local_rows,
     read_shards,
     require_finite_weights,
@@ -122,8 +124,9 @@ def load_model(
         seed: random weights are a function of it.
         source: the result of `open_model_source(model)`, if the model is already open.
         tokenizer: trained on the data, for a model without one; its ids go into the configuration.
-        read_weights: false if a checkpoint's weights follow: then only frozen weights are read.
-        work: of a training step; None for a model that only encodes, which needs less memory.
+        read_weights: false if a checkpoint's weights follow: then only frozen weights are read, and the caller verifies
+            and compiles the model.
+        work: of a training step; None for a model that only encodes, which needs less memory and is not compiled.
     """
     quiet_libraries()
     parallel = replace(parallel, precision=resolve_precision(parallel.precision, world))
@@ -143,7 +146,8 @@ def load_model(
         layout = choice.layout
         if layout.strategy is not Strategy.ddp and not blocks:
             _blocks(encoder, parallel, required=True)
-    notes += _describe(encoder, source, bound, costs, layout, blocks, adapted)
+    compiles = work is not None and bool(blocks) and compiles_blocks(parallel, world.device)
+    notes += _describe(encoder, source, bound, costs, layout, blocks, adapted, compiles=compiles)
     shard_encoder(encoder, blocks, layout, parallel, world.device)
     if read_weights or adapted is not None:
         notes.append(_read_weights(encoder, source, locations, world, seed))
@@ -167,7 +171,25 @@ def load_model(
         adapted=adapted,
         planned_memory=0.0 if choice.best is None else choice.best.memory.total,
     )
-    return verify_packing(loaded, model, parallel, world) if read_weights else loaded
+    if not read_weights:
+        return loaded
+    finish = verify_packing if work is None else verify_and_compile
+    return finish(loaded, model, parallel, world)
+
+
+def verify_and_compile(
+    loaded: LoadedModel,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    world: World,
+    *,
+    progress: Callable[[str], None] = lambda note: None,
+) -> LoadedModel:
+    """`verify_packing` of a model that is trained, or used in training, and compilation of its blocks. A collective."""
+    loaded = verify_packing(loaded, model, parallel, world, progress=progress)
+    if compiles_blocks(parallel, world.device):
+        compile_blocks(loaded.encoder)
+    return loaded
 
 
 def verify_packing(
@@ -358,11 +380,14 @@ def _describe(
     layout: ParallelLayout,
     blocks: Sequence[nn.Module],
     adapted: AdapterInfo | None,
+    *,
+    compiles: bool,
 ) -> list[str]:
     """Lines about the model, its layout on the ranks, and its adapters."""
     memory = ", activations recomputed" * bool(layout.activation_checkpointing)
     memory += " between products" * (layout.activation_checkpointing == SELECTIVE)
     memory += ", in host memory" * layout.cpu_offload
+    memory += ", compiled in the first steps" * compiles
     classes = [type(block).__name__ for block in blocks]
     backbones = [type(tower.backbone).__name__.removeprefix("FSDP") for tower in encoder.towers.values()]
     return [

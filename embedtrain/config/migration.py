@@ -189,7 +189,7 @@ TRAINER = (
     ),
     Row(
         "torch_compile",
-        "`parallel.compile=true`",
+        "`parallel.compile`; `auto` compiles on GPUs",
         Flag("parallel.compile=true", "parallel.compile=false"),
         also="torch_compile_backend torch_compile_mode torchdynamo use_liger_kernel",
     ),

@@ -302,9 +302,9 @@ class EagerBlocks:
         return {name: reason for name, reason in failed if name not in self._named}
 
 
-def num_compilations() -> int:
-    """How many times this process has compiled a graph, or tried to."""
-    return int(torch._dynamo.utils.counters["frames"]["total"])
+def num_graphs() -> int:
+    """How many graphs this process has compiled."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _require_shardable(encoder: nn.Module, blocks: list[nn.Module]) -> None:

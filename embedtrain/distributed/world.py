@@ -575,13 +575,13 @@ class Timeouts:
         timeout: seconds that ranks wait for each other before the first step and between steps.
         step_timeout: seconds that ranks wait within a step, after the first one that compiles nothing; at most
             `timeout`, at least three times the longest step up to that one.
-        compilations: how many times this rank has compiled a graph so far.
+        num_graphs: how many graphs this rank has compiled so far.
     """
 
     def __init__(
-        self, world: World, timeout: float, step_timeout: float, compilations: Callable[[], int] = lambda: 0
+        self, world: World, timeout: float, step_timeout: float, num_graphs: Callable[[], int] = lambda: 0
     ) -> None:
-        self.world, self.timeout, self.step_timeout, self.compilations = world, timeout, step_timeout, compilations
+        self.world, self.timeout, self.step_timeout, self.num_graphs = world, timeout, step_timeout, num_graphs
         self._longest_step: float | None = None  # seconds, of the steps under `timeout`
         self._has_compiled = False  # in the last of these steps
         self._in_sync = False
@@ -604,10 +604,10 @@ class Timeouts:
                 if self.world.watchdog is not None:
                     self.world.watchdog.max_silence = self.step_timeout
         if not self._in_sync:
-            started, compilations = time.monotonic(), self.compilations()
+            started, num_graphs = time.monotonic(), self.num_graphs()
             yield
             self._longest_step = max(self._longest_step or 0.0, time.monotonic() - started)
-            self._has_compiled = self.compilations() > compilations
+            self._has_compiled = self.num_graphs() > num_graphs
             return
         _set_timeout(self.world, self.step_timeout)
         yield

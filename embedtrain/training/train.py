@@ -13,7 +13,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.evaluation import TRAINED
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.device import deterministic_algorithms
-from embedtrain.distributed.sharding import num_compilations
+from embedtrain.distributed.sharding import num_graphs
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import Timeouts, World, joined_world
 from embedtrain.evaluation.evaluator import Evaluator
@@ -155,7 +155,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             checkpointer=checkpointer,
             tracker=tracker,
             stop_signals=stop_signals,
-            timeouts=Timeouts(world, recipe.parallel.timeout, recipe.parallel.step_timeout, num_compilations),
+            timeouts=Timeouts(world, recipe.parallel.timeout, recipe.parallel.step_timeout, num_graphs),
             reference=reference,
         )
         stopped = loop.train()

@@ -35,6 +35,24 @@ def wait_for_late_rank(world: World, seconds: float) -> list[float]:
     return waits
 
 
+def compile_late(world: World) -> float:
+    """Rank 1 compiles in two steps, in the second one for longer than ranks wait within steps; their later time-out."""
+    counts = [0]
+    timeouts = Timeouts(world, timeout=40.0, step_timeout=2.0, num_graphs=lambda: counts[0])
+    for seconds, graphs in ((0.0, 3), (3.5, 1), (0.0, 0), (0.0, 0)):
+        with timeouts.within_step():
+            if world.rank:
+                time.sleep(seconds)
+                counts[0] += graphs
+            world.barrier()
+    return timeouts.step_timeout
+
+
+def test_compilation_does_not_count_as_hanging(ranks):
+    """Three times the longest step so far, counted in whole seconds, in which a rank may compile a graph later."""
+    assert ranks(2, compile_late) == [12.0, 12.0]
+
+
 @pytest.mark.slow
 def test_the_time_out_within_steps_is_shorter(ranks):
     waits, _ = ranks(2, wait_for_late_rank, 5.0)

@@ -418,7 +418,8 @@ class ParallelConfig:
     deterministic: bool = False
     # seconds that a rank waits for the others before all end with an error
     timeout: float = option(1800.0, above=0, resume=Effect.no_effect)
-    # The same within a step, after the first one: at most `timeout`, at least three times the first step.
+    # The same within a step, after the first one that compiles nothing: at most `timeout`, at least three times the
+    # longest step so far.
     step_timeout: float = option(600.0, above=0, resume=Effect.no_effect)
 
 

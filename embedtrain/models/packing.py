@@ -327,8 +327,8 @@ def packed_attention(
         return _batched_runs(q, k, v, packing, causal, reach, scale, dropout).to(value.dtype).unsqueeze(0), None
     key_starts, attended = (None, None) if packing.keys is None else (packing.keys.host_starts, packing.keys.attended)
     seed = torch.randint(2**62, (), device="cpu") if dropout else None
-    output = _runs_in_graph(q, k, v, packing.host_starts, key_starts, attended, seed, causal, reach, scale, dropout)
-    return output.to(value.dtype).unsqueeze(0), None
+    computed = _runs_in_graph(q, k, v, packing.host_starts, key_starts, attended, seed, causal, reach, scale, dropout)
+    return computed.to(value.dtype).unsqueeze(0), None
 
 
 def _reach(causal: bool, window: int | None, *, explicit: bool) -> int | None:
@@ -467,8 +467,9 @@ def _gradients_of_runs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     others = starts, key_starts, attended, seed, causal, reach, scale, dropout
-    _, gradients_of = torch.func.vjp(lambda *parts: _seeded_runs(*parts, *others), q, k, v)
-    of_q, of_k, of_v = (part.contiguous() for part in gradients_of(grad))
+    # Not torch.autograd, which is switched off inside of operators.
+    pulled = torch.func.vjp(lambda *parts: _seeded_runs(*parts, *others), q, k, v)
+    of_q, of_k, of_v = (part.contiguous() for part in pulled[1](grad))
     return of_q, of_k, of_v
 
 

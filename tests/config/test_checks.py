@@ -232,11 +232,8 @@ CASES = [
     option("optim.max_grad_norm", 0.0),
     option("parallel.shard_size", 2),
     option("parallel.shard_size", 0, parallel__strategy=Strategy.hsdp),
-<<<<<<< HEAD
     option("parallel.activation_checkpointing", "full"),
-=======
     option("parallel.compile", "always"),
->>>>>>> 405bfbc5 (Compiled blocks: time-outs, documentation and tests)
     option("parallel.timeout", 0.0),
     option("parallel.timeout", INFINITE),
     option("parallel.step_timeout", 0.0),

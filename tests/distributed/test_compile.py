@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, ParallelConfig
+from embedtrain.config.recipe import SELECTIVE, Attention, LoraConfig, ModelConfig, ParallelConfig
 from embedtrain.data.types import Chunk
 from embedtrain.distributed import sharding
 from embedtrain.distributed.sharding import EagerBlocks, compiles_blocks, num_graphs, reshard
@@ -116,25 +116,30 @@ def test_packed_blocks_have_three_graphs_for_each_kind_of_layer(ranks, architect
 WAYS = {
     "padded": {"attention": Attention.padded},
     "recomputed": {},
+    "recomputed between products": {},
     "recomputed and padded": {"attention": Attention.padded},
     "adapters": {"lora": LoraConfig(rank=4)},
     "two ranks": {},
 }
 
 
+def recomputation(way: str) -> dict[str, Any]:
+    return {"activation_checkpointing": SELECTIVE if "between" in way else "recomputed" in way}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("architecture", KINDS)
 def test_no_block_falls_back_and_no_graph_is_compiled_after_the_second_step(ranks, architecture, way):
-    model, changes = replace(model_of(architecture), **WAYS[way]), {"activation_checkpointing": "recomputed" in way}
+    model, changes = replace(model_of(architecture), **WAYS[way]), recomputation(way)
     for counts in ranks(2 if way == "two ranks" else 1, graphs, model, changes, "eager", 4, timeout=400):
         assert counts[0] == 0 < counts[1] and len(set(counts[2:])) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["recomputed", "recomputed and padded", "adapters"])
+@pytest.mark.parametrize("way", ["recomputed", "recomputed between products", "recomputed and padded", "adapters"])
 def test_backward_passes_are_graphs_as_well(ranks, way):
-    model, changes = replace(model_of("qwen3"), **WAYS[way]), {"activation_checkpointing": "recomputed" in way}
+    model, changes = replace(model_of("qwen3"), **WAYS[way]), recomputation(way)
     (counts,) = ranks(1, graphs, model, changes, "aot_eager", 3, timeout=400)
     assert counts[0] == 0 < counts[1] and len(set(counts[2:])) == 1
 

@@ -14,6 +14,7 @@ from embedtrain.config.command_options import (
     PrecisionOptions,
     RerankOptions,
     SimilarityOptions,
+    check_no_reranker,
     parse_reranker,
 )
 from embedtrain.config.compose import compose_command
@@ -64,7 +65,8 @@ def compose(arguments: list[str]) -> SearchOptions:
     """The options, checked."""
     require_single_process("search")
     # A question has commas and apostrophes.
-    options = compose_command("search", SearchOptions, [quote_value(argument, "query") for argument in arguments], HELP)
+    quoted = [quote_value(argument, "query") for argument in arguments]
+    options = compose_command("search", SearchOptions, quoted, HELP, _check_use)
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
     check.require(
@@ -75,12 +77,14 @@ def compose(arguments: list[str]) -> SearchOptions:
     if options.vectors is not None:
         options.vectors = parse_vector_format(options.vectors, "vectors")
     options.reranker = parse_reranker(options.reranker, "reranker")
-    if options.reranker is None:
-        message = "has no effect without a reranker; write reranker=DIR"
-        check.require(options.rerank_depth == SearchOptions.rerank_depth, "rerank_depth", message)
-    elif options.rerank_depth < options.top_k:
+    if options.reranker is not None and options.rerank_depth < options.top_k:
         check.require(False, "rerank_depth", f"must be at least top_k={options.top_k}, which are shown of them")
     return options
+
+
+def _check_use(options: SearchOptions) -> None:
+    if options.reranker is None:
+        check_no_reranker(options, "rerank_depth")
 
 
 _MAX_QUERY = 100_000  # characters; more is not text that somebody wrote, such as /dev/zero

@@ -326,6 +326,16 @@ class NodeOptions:
     mem: str | None = None  # of each node, such as 500G, on Kubernetes 500Gi; 0 on SLURM: all; default: the cluster's
 
 
+def check_no_reranker(options: RerankOptions, *names: str) -> None:
+    """Raise a ConfigError for the first of these options that is set, without a reranker."""
+    for name in names:
+        OptionChecks(options).require(
+            getattr(options, name) == getattr(type(options), name),
+            name,
+            "has no effect without a reranker; write reranker=DIR",
+        )
+
+
 def parse_reranker(value: Any, option: str) -> RerankerConfig | None:
     """The value of an option, a path or a mapping, with its values checked; None stays.
 

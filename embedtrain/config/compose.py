@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.code import code_options, is_code_path, names_code, require_named_code
+from embedtrain.config.code import code_options, is_code_path, names_code, names_of, require_named_code
 from embedtrain.config.command_line import option_of, parse_command_line, quote, to_overrides, value_of
 from embedtrain.config.command_options import KindOptions
 from embedtrain.config.hydra_files import (
@@ -48,7 +48,7 @@ from embedtrain.config.kinds import Kind, kinds, load_kind, trust_kind
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig
-from embedtrain.config.names import check_reranker_loss, explain_no_name, explain_unknown
+from embedtrain.config.names import check_reranker_loss, explain_no_name, explain_other_kind, explain_unknown
 from embedtrain.config.options import check_values
 from embedtrain.config.parsing import (
     escape_interpolations,
@@ -286,7 +286,27 @@ def _choose_kind(config: DictConfig, overrides: Sequence[str]) -> None:
             )
     with open_dict(config):
         config.model = kind.options()
-        config.model.merge_with(values)
+        for name, value in values.items():
+            try:
+                config.model.merge_with({name: value})
+            except OmegaConfBaseException:
+                if owners := [other.name for other in kinds() if _has_value(other, name, value)]:
+                    raise ConfigError(explain_other_kind(f"model.{name}", value, owners, kind.name)) from None
+                raise
+
+
+def _has_value(kind: Kind, name: str, value: Any) -> bool:
+    """Whether a kind has an option of its own of this name, which can have this value."""
+    if name not in kind.own_options:
+        return False
+    (option,) = (field for field in fields(kind.options) if field.name == name)
+    if names := names_of(option):
+        return value in names
+    try:
+        OmegaConf.structured(kind.options()).merge_with({name: value})
+    except OmegaConfBaseException:
+        return False
+    return True
 
 
 def _choose_loss(overrides: Sequence[str]) -> tuple[list[str], str | None]:

@@ -67,6 +67,7 @@ class Kind(ABC):
         aliases: other names of it, in lower case and without underscores, which an error answers with `name`.
         losses: the losses that train it, by `loss.name`, the first as an example; None: all but those of other kinds.
         why_no_other_loss: why another one does not, for a message.
+        example_loss: the first, and for which rows; empty: for all.
         why_no_dimensions: why the first dimensions of a vector are none (`loss.matryoshka.dims`); empty: they are one.
         why_no_similarity: why a loss names no similarity; empty: it does.
         has_sparsity: whether `sparsity` regularizes its weights of words.
@@ -92,6 +93,7 @@ class Kind(ABC):
     aliases: ClassVar[tuple[str, ...]] = ()
     losses: ClassVar[tuple[str, ...] | None] = None
     why_no_other_loss: ClassVar[str] = ""
+    example_loss: ClassVar[str] = ""
     why_no_dimensions: ClassVar[str] = ""
     why_no_similarity: ClassVar[str] = ""
     has_sparsity: ClassVar[bool] = False

@@ -634,7 +634,8 @@ def _check_loss_of_kind(loss: LossConfig, kind: Kind, option: str, prefix: str) 
     if kind.losses is not None and loss.name not in kind.losses:
         allowed = ", ".join(dict.fromkeys(kind.losses))
         raise ConfigError(
-            f"{option}={loss.name}: {kind.why_no_other_loss}; write one of {allowed}, such as loss={kind.losses[0]}"
+            f"{option}={loss.name}: {kind.why_no_other_loss}; write one of {allowed}, such as "
+            f"loss={kind.example_loss or kind.losses[0]}"
         )
     if owner is not kind and kind.losses is None:
         raise ConfigError(

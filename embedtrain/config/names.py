@@ -40,15 +40,19 @@ def explain_unknown(option: str, kind: type, value: Any = None) -> str:
     name = option.rpartition(".")[2]
     owners = [other.name for other in kinds() if name in other.own_options] if issubclass(kind, ModelConfig) else []
     if owners:
-        shown = option if value is None else f"{option}={value}"
-        return (
-            f"unknown option {shown}: is for model.kind={' or '.join(owners)}, not {kind().kind}; leave it out, or "
-            f"write {option}=null where a recipe sets it"
-        )
+        return explain_other_kind(option, value, owners, kind().kind)
     suggestion = suggest(option, kind, None if value is None else str(value))
     if suggestion is not None:
         return f"unknown option {option}{'' if value is None else f'={value}'}: {suggestion}"
     return unknown_option(option, [field.name for field in fields(kind)])
+
+
+def explain_other_kind(option: str, value: Any, owners: Iterable[str], kind: str) -> str:
+    """The message for an option, or a value of it, that other kinds of models have."""
+    return (
+        f"{option if value is None else f'{option}={value}'}: is for model.kind={' or '.join(owners)}, not {kind}; "
+        f"leave it out, or write {option}=null where a recipe sets it"
+    )
 
 
 def suggest(option: str, kind: type, value: str | None = None) -> str | None:

@@ -59,13 +59,8 @@ class RowSearchOptions(
     query_batch_size: int = option(4096, within=(1, 8192), in_result=False)
 
 
-def check_row_search(options: RowSearchOptions) -> None:
-    """Check these options; `data` must be a list of sources."""
-    check = OptionChecks(options)
-    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
-    data = "is missing; write data=[PATH,...], files, folders or Hub data sets of training rows"
-    check.require(bool(options.data), "data", data)
-    check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the written rows")
+def check_teacher_use(options: RowSearchOptions) -> None:
+    """Raise a ConfigError for an option of a teacher without one."""
     for name in (
         "teacher_max_length",
         "teacher_revision",
@@ -74,7 +69,16 @@ def check_row_search(options: RowSearchOptions) -> None:
         "teacher_document_windows",
     ):
         has_effect = not getattr(options, name) or options.teacher is not None
-        check.require(has_effect, name, "has no effect without a teacher; write teacher=DIR")
+        OptionChecks(options).require(has_effect, name, "has no effect without a teacher; write teacher=DIR")
+
+
+def check_row_search(options: RowSearchOptions) -> None:
+    """Check these options; `data` must be a list of sources."""
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    data = "is missing; write data=[PATH,...], files, folders or Hub data sets of training rows"
+    check.require(bool(options.data), "data", data)
+    check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the written rows")
     check.require(options.teacher != "", "teacher", "is empty; write a bi-encoder or cross-encoder, or null for none")
     if options.teacher_score_labels is not None:
         check_score_labels(options.teacher_score_labels, check, "teacher_score_labels")

@@ -15,8 +15,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.base import Container
 
+from embedtrain.commands.calibrate import compose as compose_calibrate
 from embedtrain.commands.evaluate import compose as compose_evaluate
 from embedtrain.commands.export import compose as compose_export
+from embedtrain.commands.merge import compose as compose_merge
+from embedtrain.commands.mine import compose as compose_mine
 from embedtrain.commands.search import compose as compose_search
 from embedtrain.config.compose import compose_recipe, compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
@@ -561,6 +564,24 @@ def test_options_of_commands():
         (compose_evaluate, ["model=m", "sets=[a]", "pooling=clss"], "pooling=clss: expected one of cls, mean, "),
         (compose_evaluate, ["model=m", "sets=[a]", "pooling=avg"], "write pooling=mean"),
         (compose_evaluate, ["model=m", "sets=[a]", "function=f"], "function=f: must be module:name"),
+        # What an option is for comes before its limits.
+        (compose_evaluate, ["model=m", "sets=[a]", "rerank_depth=0"], "rerank_depth=0: has no effect without a rerank"),
+        (compose_search, ["model=m", "corpus=c", "rerank_depth=0"], "rerank_depth=0: has no effect without a reranker"),
+        (compose_merge, ["models=[a,b]", "output_dir=o", "density=2"], "density=2.0: has no effect without method=tie"),
+        (compose_mine, ["model=m", "data=[x]", "teacher_max_length=2"], "has no effect without a teacher"),
+        (compose_calibrate, ["model=m", "data=x", "head=mean", "dims=0"], "dims=0: is for head=pca"),
+        # A recipe sets it, for dense models.
+        (
+            compose_recipe,
+            ["recipe=quickstart", "model.kind=sparse"],
+            "pooling=mean: is for model.kind=dense, not",
+        ),
+        (
+            compose_recipe,
+            ["recipe=quickstart", "model.kind=m3"],
+            "pooling=mean: is for model.kind=dense or sparse",
+        ),
+        (compose_recipe, [*GOOD, "model.kind=sparse", "model.pooling=foo"], "expected one of [max, sum]"),
         (compose_recipe, [*GOOD, "model.pooling=clss"], "model.pooling=clss: expected one of cls, mean, "),
     ]:
         with pytest.raises(ConfigError) as caught:

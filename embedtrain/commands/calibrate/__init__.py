@@ -82,9 +82,15 @@ class CalibrateOptions(
         return [self.data] if isinstance(self.data, str) else list(self.data or [])
 
 
+def _check_use(options: CalibrateOptions) -> None:
+    OptionChecks(options).require(
+        options.dims is None or options.head is CalibrationHead.pca, "dims", "is for head=pca; leave it out"
+    )
+
+
 def compose(arguments: list[str]) -> CalibrateOptions:
     """The options, checked."""
-    options = compose_command("calibrate", CalibrateOptions, arguments, HELP)
+    options = compose_command("calibrate", CalibrateOptions, arguments, HELP, _check_use)
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
     check.require(
@@ -93,11 +99,6 @@ def compose(arguments: list[str]) -> CalibrateOptions:
         "must be the path of a BEIR folder, of documents or of training rows, or a list of such paths",
     )
     check.require(bool(options.output_dir), "output_dir", "is missing; write the new model directory")
-    check.require(
-        options.dims is None or options.head is CalibrationHead.pca,
-        "dims",
-        "is for head=pca; leave it out",
-    )
     is_valid = min(options.ranges, default=1) >= 1 and len(set(options.ranges)) == len(options.ranges)
     check.require(is_valid, "ranges", "must be different numbers of dimensions above 0, such as [256,128]")
     return options

@@ -17,6 +17,7 @@ from embedtrain.config.command_options import (
     RerankOptions,
     SetOptions,
     ShardOptions,
+    check_no_reranker,
     parse_reranker,
 )
 from embedtrain.config.compose import compose_command
@@ -147,14 +148,12 @@ def _check_use(options: EvaluateOptions) -> None:
         "kind",
         f"is that of a set: write sets=[{{path: PATH, kind: {options.kind}}}]",
     )
+    if options.reranker is None:
+        check_no_reranker(options, "rerank_depth", "first_stage")
 
 
 def _check_reranker(options: EvaluateOptions, check: OptionChecks) -> None:
     if options.reranker is None:
-        for name in ("rerank_depth", "first_stage"):
-            default = getattr(EvaluateOptions, name)
-            message = "has no effect without a reranker; write reranker=DIR"
-            check.require(getattr(options, name) == default, name, message)
         return
     allowed = "must be [model], [bm25] or [bm25,model]"
     stages = options.first_stages

@@ -11,7 +11,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.validation import OptionChecks
-from embedtrain.mining.options import RowSearchOptions, check_row_search, require_inputs
+from embedtrain.mining.options import RowSearchOptions, check_row_search, check_teacher_use, require_inputs
 
 if TYPE_CHECKING:
     from embedtrain.tracking.console import Console
@@ -47,7 +47,7 @@ class FilterOptions(RowSearchOptions, SeedOptions):
 
 def compose(arguments: list[str]) -> FilterOptions:
     """The options, checked."""
-    options = compose_command("filter", FilterOptions, arguments, HELP)
+    options = compose_command("filter", FilterOptions, arguments, HELP, check_teacher_use)
     options.data = parse_sources(options.data or [], "data", InfoNCEConfig())
     check_row_search(options)
     check = OptionChecks(options)

@@ -243,10 +243,14 @@ def _parse_parts(value: list[Any]) -> list[PartWeights]:
     return parts
 
 
-def _check_method(options: MergeOptions, check: OptionChecks) -> None:
-    method = options.method
-    is_slerp, has_base = method is MergeMethod.slerp, method in (MergeMethod.task_arithmetic, MergeMethod.ties)
-    default = MergeOptions()
+def _needs_base(method: MergeMethod) -> bool:
+    return method in (MergeMethod.task_arithmetic, MergeMethod.ties)
+
+
+def _check_use(options: MergeOptions) -> None:
+    """Nothing is set that another method has."""
+    method, default = options.method, MergeOptions()
+    is_slerp, has_base = method is MergeMethod.slerp, _needs_base(method)
     for name, is_used, needed in (
         ("scope", is_slerp, "method=slerp"),
         ("order", is_slerp, "method=slerp"),
@@ -255,7 +259,12 @@ def _check_method(options: MergeOptions, check: OptionChecks) -> None:
         ("base", has_base, "method=task_arithmetic or ties"),
     ):
         has_effect = is_used or getattr(options, name) == getattr(default, name)
-        check.require(has_effect, name, f"has no effect without {needed}")
+        OptionChecks(options).require(has_effect, name, f"has no effect without {needed}")
+
+
+def _check_method(options: MergeOptions, check: OptionChecks) -> None:
+    method = options.method
+    is_slerp, has_base = method is MergeMethod.slerp, _needs_base(method)
     message = f"is missing; method={method.value} needs the model that the others were trained from"
     check.require(not has_base or bool(options.base), "base", message)
     if is_slerp:
@@ -279,7 +288,7 @@ def _check_find(find: FindOptions) -> None:
 
 def compose(arguments: list[str]) -> MergeOptions:
     """The options, checked."""
-    options = compose_command("merge", MergeOptions, arguments, HELP)
+    options = compose_command("merge", MergeOptions, arguments, HELP, _check_use)
     options.parts = _parse_parts(options.parts)
     options.find.sets = parse_items(options.find.sets, EvaluationSet, "find.sets")
     options.find.held_out = parse_items(options.find.held_out, EvaluationSet, "find.held_out")

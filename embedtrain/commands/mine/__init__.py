@@ -12,7 +12,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.validation import OptionChecks
-from embedtrain.mining.options import RowSearchOptions, check_row_search, require_inputs
+from embedtrain.mining.options import RowSearchOptions, check_row_search, check_teacher_use, require_inputs
 
 if TYPE_CHECKING:
     from embedtrain.tracking.console import Console
@@ -100,7 +100,7 @@ def check_mine(options: MineOptions) -> MineOptions:
 
 def compose(arguments: list[str]) -> MineOptions:
     """The options, checked."""
-    options = compose_command("mine", MineOptions, arguments, HELP)
+    options = compose_command("mine", MineOptions, arguments, HELP, check_teacher_use)
     options.data = parse_sources(options.data or [], "data", InfoNCEConfig())
     return check_mine(options)
 

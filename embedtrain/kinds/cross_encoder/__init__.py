@@ -35,6 +35,7 @@ class CrossEncoder(Kind):
     new_part = "score head"
     losses = ("softmax", *SCORE_LOSSES, "custom", "combined")
     why_no_other_loss = "compares vectors, and model.kind=cross_encoder scores pairs"
+    example_loss = "softmax for rows with negatives"
     why_no_dimensions = "is for vectors, and model.kind=cross_encoder computes a score"
     why_no_similarity = "computes the score itself; leave it out"
     command_options = ("pair_template", "score_tokens", "score_labels")

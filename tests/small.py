@@ -204,6 +204,17 @@ def save_guide(model: ModelConfig, directory: Path, seed: int = 0) -> Path:
     return directory / "guide"
 
 
+def add_own_pooling(model: Path, pooling: str, seed: int = 0) -> Path:
+    """Give a directory of `save_guide` a user's pooling, with a linear layer `score` of random weights."""
+    from safetensors.torch import save_file
+
+    folder, generator = model / "1_Pooling", torch.Generator().manual_seed(seed)
+    (folder / "config.json").write_text(json.dumps({"pooling": pooling, "include_prompt": True}))
+    weights = {"score.weight": torch.randn(1, 32, generator=generator), "score.bias": torch.zeros(1)}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return model
+
+
 def save_adapter(base: Path, directory: Path, seed: int) -> Path:
     """A LoRA adapter of a BERT's attention with an effect, as PEFT saves it."""
     import peft

@@ -254,6 +254,10 @@ class Kind(ABC):
         """Settings that change the vectors of the same files, for the identity of a model: none by default."""
         return {}
 
+    def weight_files(self, source: "ModelSource") -> Mapping[str, Path]:
+        """Files of weights outside of the source's own folders, for the identity of a model, by a name of each."""
+        return {}
+
     @property
     @abstractmethod
     def files(self) -> "ModelFiles":

@@ -251,12 +251,11 @@ def weights_digest(source: ModelSource) -> str:
         (prefix, directory)
         for prefix, part in source.parts.items()
         if part.directory is not None
-        for directory in (part.directory, *(dense.directory for dense in part.vectors.dense))
+        for directory in (part.directory, *part.module_folders.values())
     ]
     return _sampled_digest(
         (prefix + path.name, path)
         for prefix, directory in directories
-        if directory is not None
         for path in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin") or p.name in _LAYERS)
     )
 

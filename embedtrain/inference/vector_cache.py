@@ -308,9 +308,8 @@ def model_identity(
 
 def _files(source: ModelSource, graph: Path | None) -> dict[str, Path]:
     """The files that are read, by the part of the model that they belong to and their names."""
-    parts = {str(number): dense.directory for number, dense in enumerate(source.vectors.dense, 1)}
-    files: dict[str, Path] = {}
-    for part, directory in ({"0": source.directory, "adapter": source.adapter} | parts).items():
+    files = dict(source.kind.weight_files(source))
+    for part, directory in ({"0": source.directory, "adapter": source.adapter} | source.module_folders).items():
         if directory is not None:
             files |= {f"{part}/{path.name}": path for path in directory.iterdir() if _is_read(path)}
     if source.directory is not None and source.trust_remote_code:

@@ -93,6 +93,13 @@ class ModelSource:
         return {f"{name}.": tower for name, tower in self.towers.items()} or {"": self}
 
     @property
+    def module_folders(self) -> dict[str, Path]:
+        """The folders of modules that have weights besides those in `directory`, by a name of each."""
+        folders = {str(number): dense.directory for number, dense in enumerate(self.vectors.dense, 1)}
+        folders["pooling"] = self.vectors.pooling_directory
+        return {name: folder for name, folder in folders.items() if folder is not None}
+
+    @property
     def has_new_head(self) -> bool:
         """Whether a part is not in the files and starts from the seed."""
         is_new = self.settings is not None and self.settings.is_new

@@ -14,9 +14,20 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
 from embedtrain.formats.source import open_model_source
+from embedtrain.formats.weights import weights_digest
 from embedtrain.inference.loading.command_model import open_encoder_source
 from embedtrain.inference.vector_cache import model_identity
-from tests.small import WORDS, model_options, save_adapter, save_guide, small_model, text
+from tests.extending.test_pooling import POOLING
+from tests.small import (
+    WORDS,
+    add_own_pooling,
+    model_options,
+    save_adapter,
+    save_guide,
+    save_language_model,
+    small_model,
+    text,
+)
 
 CORPUS = {f"d{i}": text(i, 2 + i % 9) for i in range(30)}
 QUERIES = {f"q{i}": f"{WORDS[i]} a" for i in range(10)}
@@ -71,6 +82,26 @@ def test_files_that_change_the_vectors(ranks, model, tmp_path):
         model_options(path=str(model), **option) for option in ({}, {"normalize": False}, {"pooling": Pooling.cls})
     ]
     assert len({str(identity) for identity in ranks(1, identities, options)[0]}) == 3
+
+
+def test_weights_of_modules_change_the_vectors(ranks, model, tmp_path):
+    """Those of a user's pooling, and of the queries of a sparse model."""
+    first = add_own_pooling(shutil.copytree(model, tmp_path / "first"), POOLING)
+    second = shutil.copytree(first, tmp_path / "second")
+    changed_weight(second / "1_Pooling/model.safetensors")
+    models = [model_options(path=str(path), pooling=POOLING) for path in (first, second)]
+    digests = [weights_digest(open_model_source(options)) for options in models]
+    assert digests[0] != digests[1]
+
+    language_model, weights = save_language_model(small_model("bert", kind="sparse"), tmp_path / "sparse"), []
+    for value in (1.0, 2.0):
+        weights.append(tmp_path / f"{value}.safetensors")
+        save_file({"weight": np.full(3, value, dtype=np.float32)}, weights[-1])
+    models += [
+        model_options("sparse", path=str(language_model), queries="static", query_weights=str(path)) for path in weights
+    ]
+    pooled, other_pooled, words, other_words = ranks(1, identities, models)[0]
+    assert pooled != other_pooled and words != other_words
 
 
 def adapted(world: World, model: Path, adapters: list[Path | None]) -> list[dict[str, Any]]:

@@ -163,6 +163,11 @@ class Sparse(Kind):
         """How weights are computed: a dense model may have the same files."""
         return {"words": [source.settings.pooling.value, source.settings.activation.value]}
 
+    def weight_files(self, source: "ModelSource") -> Mapping[str, Path]:
+        """Those of static queries."""
+        queries = source.settings.queries
+        return {} if queries is None or queries.path is None else {"queries": queries.path}
+
     def reads_vocabulary(self, source: "ModelSource") -> bool:
         """A weight of each word."""
         return True

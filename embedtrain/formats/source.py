@@ -206,7 +206,7 @@ def read_files(directory: Path, model: ModelConfig, route: Sequence[Module] | No
 def source_of(kind: Kind, files: StoredModel) -> ModelSource:
     """The model in a directory of transformers or sentence-transformers, for a kind that adds what only it has.
 
-    Dense modules are what only some kinds have.
+    Dense modules, and a user's pooling with its weights, are what only some kinds have.
     """
     modules, settings = files.modules, files.transformer
     has_modules = bool(modules.kinds)
@@ -217,7 +217,6 @@ def source_of(kind: Kind, files: StoredModel) -> ModelSource:
         config=files.config,
         vectors=VectorSettings(
             pooling=modules.pooling or Pooling.cls,
-            pooling_directory=modules.pooling_directory,
             include_prompt=modules.include_prompt,
             normalize=modules.normalize if has_modules else True,
         ),

@@ -27,6 +27,7 @@ def read(kind: Kind, directory: Path, model: DenseOptions, route: Sequence[Modul
         what = f"{directory}, whose modules.json has no Pooling,"
         vectors = replace(
             source.vectors,
+            pooling_directory=files.modules.pooling_directory,
             dense=tuple(files.modules.dense),
             truncate_dim=read_truncate_dim(directory / SETTINGS),
             similarity=read_similarity(files.settings, directory, tuple(VectorSimilarity)),

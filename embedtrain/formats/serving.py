@@ -164,7 +164,9 @@ class Engine:
             deviations.append(Deviation(Severity.refused, f"it does not serve {kind.files.plural}"))
         elif self.kinds[kind.name]:
             deviations.append(Deviation(Severity.partial, self.kinds[kind.name]))
-        deviations += [_deviation(_TABLE["traits"][trait], facts) for trait in sorted(model.traits & self.lost)]
+        # No engine has the user's class, but a graph computes it.
+        lost = self.lost if "no_graph" in self.lost else self.lost | {"own_pooling"}
+        deviations += [_deviation(_TABLE["traits"][trait], facts) for trait in sorted(model.traits & lost)]
         if not (self.model_types is None or facts["static"] or facts["model_type"] in self.model_types):
             deviations.append(Deviation(Severity.refused, f"it has no implementation of {facts['model_type']}"))
         if not any(deviation.effect is Severity.refused for deviation in deviations):

@@ -19,6 +19,7 @@ from embedtrain.formats.model_files import (
     VECTORS,
     ModelFiles,
     comparison_block,
+    python_block,
     shown_prompt,
     write_own_tokenizer,
 )
@@ -28,6 +29,7 @@ from embedtrain.formats.sentence_transformers import (
     TRANSFORMER_SETTINGS,
     load_model,
     opening,
+    read_pooling,
     write_modules,
     write_pooling,
 )
@@ -46,6 +48,13 @@ _SIMILARITIES = {
     VectorSimilarity.euclidean: "Euclidean distance",
     VectorSimilarity.manhattan: "Manhattan distance",
 }
+
+
+def own_pooling(directory: Path) -> str | None:
+    """The path of a user's class that pools the vectors of a directory; None of other poolings."""
+    path = directory / POOLING_FOLDER / "config.json"
+    pooling = read_pooling(path)[0] if path.is_file() else None
+    return None if isinstance(pooling, Pooling) else pooling
 
 
 def write_settings(directory: Path, source: ModelSource) -> None:
@@ -96,7 +105,16 @@ class DenseFiles(ModelFiles):
         write_settings(directory, source)
 
     def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
-        """sentence-transformers, and the prompts for other software."""
+        """sentence-transformers, and the prompts for other software; embedtrain for a pooling of the user."""
+        if (own := own_pooling(architecture)) is not None:
+            module, _, class_name = own.partition(":")
+            lines = python_block(
+                "from embedtrain import load_encoder",
+                f"from {module} import {class_name}",
+                "",
+                f'encoder = load_encoder("{name}", pooling={class_name})',
+            )
+            return [*lines, f"Vectors are pooled by `{own}`, a class that is no part of this directory.", ""]
         similarity = VectorSimilarity(read_json(architecture / SETTINGS)["similarity_fn_name"])
         lines = [
             *comparison_block("SentenceTransformer", name, '["a text that answers it"]'),
@@ -186,7 +204,8 @@ class DenseFiles(ModelFiles):
             "dense": bool(source.vectors.dense),
             "include_prompt": not source.vectors.include_prompt and any(source.prompts.values()),
             "no_vectors_in_graph": has_graph and VECTORS not in self.graph_outputs(source),
-            "other_pooling": source.vectors.pooling not in (Pooling.cls, Pooling.mean, Pooling.last),
+            "own_pooling": not isinstance(source.vectors.pooling, Pooling),
+            "other_pooling": source.vectors.pooling in (Pooling.max, Pooling.weighted_mean),
             "vector_length": is_truncated or not source.vectors.normalize,
         }
 

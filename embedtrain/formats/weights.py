@@ -83,6 +83,8 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     """
     directory.mkdir(parents=True, exist_ok=True)
     files = source.kind.files
+    if is_code_path(source.kind.name):
+        write_json(directory / KIND_FILE, {"kind": source.kind.name})
     if source.towers:
         for name, tower in source.towers.items():
             vectors = replace(tower.vectors, similarity=source.vectors.similarity)
@@ -92,8 +94,6 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
         return
     write_config(directory, source.config)
     write_dtype(directory, stored_dtype(source))
-    if is_code_path(source.kind.name):
-        write_json(directory / KIND_FILE, {"kind": source.kind.name})
     files.write(directory, source, tokenizer)
     write_code(directory, source)
     if files.has_pooler and (pooler := pooler_weights(source)):

@@ -21,6 +21,7 @@ from tokenizers import processors
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
+from embedtrain.config.kinds import kind_of_files
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Precision, Strategy
 from embedtrain.data.tokens import TextTokenizer, restore_order
 from embedtrain.data.types import Pair
@@ -495,3 +496,14 @@ def test_the_template_of_a_decoder_survives_truncation():
     bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
     with pytest.raises(ConfigError, match=r"model\.pair_template=null"):
         read_pair_format(open_model_source(reranker("qwen3")), bare)
+
+
+def test_a_classifier_with_a_transformer_module_alone_is_a_reranker(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["BertForSequenceClassification"], "model_type": "bert"}')
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    for more, kind in ((), "cross_encoder"), (("Pooling",), "dense"):
+        entries = [
+            {"idx": 1, "name": "1", "path": name, "type": f"sentence_transformers.models.{name}"} for name in more
+        ]
+        (tmp_path / "modules.json").write_text(json.dumps(modules + entries))
+        assert kind_of_files(tmp_path)[0].name == kind

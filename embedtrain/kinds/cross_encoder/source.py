@@ -118,7 +118,10 @@ def recognise(directory: Path) -> str | None:
     modules = [module.kind for module in read_modules(directory)] if has_modules else []
     names = read_json(path).get("architectures") if path.is_file() else None
     names = [str(name) for name in names] if isinstance(names, list) else []
-    is_classifier = not has_modules and any(name.endswith("ForSequenceClassification") for name in names)
+    # A Transformer alone computes the class; with a Pooling or a head behind it, it is a backbone.
+    is_classifier = set(modules) <= {"Transformer"} and any(
+        name.endswith("ForSequenceClassification") for name in names
+    )
     if settings.get("model_type") == CROSS_ENCODER or modules == ["Transformer", LOGIT_SCORE] or is_classifier:
         return f"a reranker ({', '.join(names if is_classifier else ['with', *modules])})".replace("with,", "with")
     return None

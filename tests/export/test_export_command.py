@@ -282,6 +282,7 @@ def test_a_run_with_a_pooling_of_the_user(ranks, tmp_path):
     ranks(1, run, *arguments, f"model.pooling={POOLING}", "export.check=true")
     refused = {
         (): rf"{POOLING}, .* write pooling={POOLING}",
+        ("kind=sparse",): r"kind=sparse: .*model.kind=dense; leave it out",
         ("pooling=mean",): rf"pooling=mean: .* write pooling={POOLING}",
     }
     for options, message in refused.items():

@@ -85,6 +85,7 @@ def open_run(path: str, options: "ExportOptions") -> ExportedRun:
             f"{run_dir.recipe} has model.trust_remote_code: true, but a file does not grant this permission: if you "
             f"trust the Python in {run_dir.architecture}, write trust_remote_code=true"
         )
+    _check_kind(recipe, options.kind)
     _check_pooling(run_dir, recipe, options.pooling)
     # The file names the base model of adapters as well, and does not make its code trusted. Nor that of a tokenizer.
     trusted = options.trust_remote_code and options.base is not None
@@ -98,6 +99,12 @@ def open_run(path: str, options: "ExportOptions") -> ExportedRun:
     run_dir.require_intact()
     checkpoint = find_checkpoint(run_dir.checkpoints, options.step)
     return ExportedRun(run_dir, recipe, checkpoint, checkpoint.weights_kind(options.weights_of))
+
+
+def _check_kind(recipe: Recipe, kind: str | None) -> None:
+    """Raise a ConfigError for another kind than that of the run: an export has the kind of its weights."""
+    if kind not in (None, recipe.model.kind):
+        raise ConfigError(f"kind={kind}: the run has model.kind={recipe.model.kind}; leave it out")
 
 
 def _check_pooling(run_dir: RunDirectory, recipe: Recipe, pooling: str | None) -> None:

@@ -107,5 +107,10 @@ def check_export_options(export: ExportConfig, prefix: str = "") -> None:
                 f"{prefix}formats={written(export.formats)}: {name} has one tower, and model.kind=dual_encoder has "
                 "two; leave it out"
             )
+    if export.max_file_size != ExportConfig.max_file_size:
+        raise ConfigError(
+            f"{prefix}max_file_size={export.max_file_size}: the weights of each of the two towers are one file; leave "
+            "it out"
+        )
     if export.rope_theta is not None:
         raise ConfigError(f"{prefix}rope_theta={export.rope_theta:g}: is not supported with two towers; leave it out")

@@ -1,18 +1,26 @@
 """What cannot work with two towers ends in one sentence; texts get the tokenizer and the chunks of their tower."""
 
+import json
+import shutil
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.api import load_encoder
+from embedtrain.commands import calibrate, static, verify
 from embedtrain.config.command_options import EncodeOptions
 from embedtrain.config.compose import compose_recipes
+from embedtrain.config.evaluation import Backend
+from embedtrain.config.kinds import kind_of_files, trust_kind
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ExportConfig
 from embedtrain.config.validation import model_options_named
 from embedtrain.data.chunks import plan_towers
 from embedtrain.data.types import TextRole
+from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.export import DerivedModel, open_model, write_derived
 from embedtrain.formats.hub import download_configuration
@@ -23,7 +31,9 @@ from embedtrain.inference.loading.command_model import (
     command_model_config,
     open_encoder_source,
 )
+from embedtrain.inference.loading.graph import load_graph
 from embedtrain.inference.loading.load import model_tokenizer
+from embedtrain.kinds.dual_encoder import DualEncoder
 from embedtrain.kinds.dual_encoder.files import DualEncoderFiles
 from embedtrain.kinds.dual_encoder.options import TowerOptions
 from embedtrain.models.build import build_encoder, full_state_dict
@@ -187,6 +197,7 @@ def test_different_settings_name_the_tower(folder):
     [
         ({"formats": ["sentence_transformers", "adapter"]}, r"^formats=\[sentence_transformers,adapter\]: .*leave it"),
         ({"formats": ["sentence_transformers", "onnx"]}, r"^formats=.*onnx has one tower"),
+        ({"max_file_size": "1GB"}, r"^max_file_size=1GB: .*leave it out"),
         ({"rope_theta": 1e5}, r"^rope_theta=100000: .*leave it out"),
     ],
 )
@@ -213,6 +224,55 @@ def test_a_tower_alone_computes_the_same(folder, tmp_path):
         encode = alone.encode_query if role == "query" else alone.encode_document
         np.testing.assert_allclose(encode(texts), vectors, rtol=1e-5, atol=1e-5)
         assert vectors.shape[1] == 16
+
+
+@pytest.mark.parametrize("command", [static, calibrate, verify])
+def test_commands_for_one_model_say_so_before_they_read_weights(router, tmp_path, command):
+    (tmp_path / "corpus.jsonl").write_text('{"_id": "1", "text": "alpha"}\n{"_id": "2", "text": "beta"}\n')
+    arguments = [f"model={router}"]
+    if command is not verify:
+        arguments.append(f"output_dir={tmp_path / 'out'}")
+    if command is calibrate:
+        arguments.append(f"data={tmp_path / 'corpus.jsonl'}")
+    with pytest.raises(ConfigError, match=rf"model={router}: .*{router}/query or {router}/document"):
+        command.run(command.compose(arguments))
+
+
+def test_a_graph_is_not_advised(router):
+    with (
+        pytest.raises(ConfigError, match=r"backend=onnx: model.kind=dual_encoder .*write torch"),
+        joined_world() as world,
+    ):
+        load_graph(open_model_source(model_options("dual_encoder", path=str(router))), Backend.onnx, world)
+
+
+def test_what_is_wrong_in_a_router_is_no_option_of_a_command(router, tmp_path):
+    directory = shutil.copytree(router, tmp_path / "model")
+    pooling = directory / "query/1_Pooling/config.json"
+    stored = pooling.read_text()
+    pooling.write_text(json.dumps({"pooling": "module:Own"}))
+    (directory / "embedtrain.json").unlink(missing_ok=True)
+    model = model_options("dual_encoder", path=str(directory))
+    with pytest.raises(ModelError, match=r"query: .*module:Own"):
+        open_model_source(model)
+    pooling.write_text(stored)
+    modules = json.loads((directory / "router_config.json").read_text())
+    modules["structure"]["document"] = [name for name in modules["structure"]["document"] if "Dense" not in name]
+    (directory / "router_config.json").write_text(json.dumps(modules))
+    message = rf"model={directory}: .*32 dimensions of queries"
+    with pytest.raises(ModelError, match=message), model_options_named(MODEL_OPTION_NAMES):
+        open_model_source(model)
+
+
+class Derived(DualEncoder):
+    """Of the user's own."""
+
+
+def test_a_kind_of_the_user_with_towers_is_named_in_its_directory(folder, tmp_path):
+    path = f"{__name__}:Derived"
+    source = replace(open_model_source(dual_options(folder)), kind=trust_kind(path, "model.kind"))
+    write_architecture(tmp_path, source, model_tokenizer(source))
+    assert kind_of_files(tmp_path)[0].name == path
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain import __version__
+from embedtrain.config.evaluation import check_kind_of_vectors
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import ExportConfig, Pooling
 from embedtrain.data.tokens import Layout, TextTokenizer
@@ -65,12 +66,17 @@ class SingleTokens(Layout):
         return Tokens.of([[*self.before, int(text), *self.after] for text in texts])
 
 
-def require_distillable(model: LoadedModel, options: "StaticOptions") -> None:
-    """A ConfigError for a model without a transformer, with too few dimensions, or with a tokenizer in Python."""
-    if is_static(model.source.config):
+def require_distillable(source: ModelSource, options: "StaticOptions") -> None:
+    """A ConfigError for a model of other outputs, without a transformer, of two, or with too few dimensions."""
+    check_kind_of_vectors(source.kind, "model")
+    if is_static(source.config):
         raise ConfigError(f"model={options.model}: is a static embedding model already; write a transformer")
-    model.source.require_one_model(f"model={options.model}")
-    model.source.require_dimensions([options.pca_dims], "pca_dims", truncated=True)
+    source.require_one_model(f"model={options.model}")
+    source.require_dimensions([options.pca_dims], "pca_dims", truncated=True)
+
+
+def require_fast_tokenizer(model: LoadedModel, options: "StaticOptions") -> None:
+    """A ConfigError for a tokenizer in Python."""
     if not getattr(model.tokenizer.tokenizer, "is_fast", False):
         raise ConfigError(f"model={options.model}: its tokenizer has no tokenizer.json, which a static model needs")
 

@@ -1,6 +1,6 @@
 """The model of a command: from its options to those of a recipe, whose kind its files decide."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from embedtrain.config.command_options import EncodeOptions, RerankerConfig
@@ -70,14 +70,17 @@ def load_encoder_model(
     names: Mapping[str, str] | None = None,
     *,
     backend: Backend = Backend.torch,
+    check: Callable[[ModelSource], None] = lambda source: None,
 ) -> LoadedModel:
     """Open and load the model of a command that encodes texts. A collective.
 
-    `names` are those of `model_options_named`, for errors.
+    `names` are those of `model_options_named`, for errors; `check` raises for a model that the command cannot use,
+    before its weights are read.
     """
     with model_options_named(MODEL_OPTION_NAMES if names is None else names):
         with world.fail_together("opening the model"):
             model, source = open_encoder_source(model)
+            check(source)
         if backend is not Backend.torch:
             return load_graph(source, backend, world)
         return load_model(model, ParallelConfig(precision=precision), world, seed=0, source=source, work=None)

@@ -30,6 +30,8 @@ def load_graph(source: ModelSource, backend: Backend, world: World) -> LoadedMod
     another model.
     """
     with world.fail_together("opening the graph"):
+        if not source.kind.files.graph_outputs(source):
+            raise ConfigError(f"backend={backend.value}: model.kind={source.kind.name} has no graphs; write torch")
         path = graph_file(source, backend)
         if not source.kind.files.graph_shapes(source, 1, 2):
             raise ConfigError(

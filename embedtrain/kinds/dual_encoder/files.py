@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from embedtrain.config.kinds import Kind, load_kind
-from embedtrain.config.recipe import ExportConfig
-from embedtrain.config.validation import tower_options_named
+from embedtrain.config.recipe import ExportConfig, Pooling
+from embedtrain.config.validation import model_option, tower_options_named
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
-from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.formats.model_files import StoredName
 from embedtrain.formats.sentence_transformers import (
     BATCH_SIZE,
@@ -67,9 +67,19 @@ def _joined(kind: Kind, model: DualEncoderOptions, tower: Callable[[str, DenseOp
         options = tower_options(model, role)
         with tower_options_named(role):
             towers[role] = tower(role, options)
+            if not isinstance(pooling := towers[role].vectors.pooling, Pooling):
+                raise ModelError(
+                    f"{towers[role].directory}: is pooled by a class of the user, {pooling}, which no tower of a dual "
+                    "encoder can be; train a model with a pooling of its own alone"
+                )
     query, document = (towers[role] for role in ROLES)
     if query.dimension != document.dimension:
         larger, smaller = ("query", document) if query.dimension > document.dimension else ("document", query)
+        if (option := model_option("path")) != "model.path":  # of a command, which has no options of towers
+            raise ModelError(
+                f"{option}={model.path}: has vectors of {query.dimension} dimensions of queries and of "
+                f"{document.dimension} of documents, which cannot be compared"
+            )
         raise ConfigError(
             f"model.query has vectors of {query.dimension} dimensions and model.document of {document.dimension}, and "
             f"both need the same: write model.{larger}.heads=[{{out: {smaller.dimension}}}]"

@@ -11,12 +11,14 @@ from sentence_transformers.util import quantize_embeddings
 from embedtrain.commands import calibrate, evaluate
 from embedtrain.commands.calibrate.head import write_directory
 from embedtrain.config.evaluation import VectorPrecision
+from embedtrain.config.kinds import load_kind
 from embedtrain.errors import ModelError
 from embedtrain.inference.quantised import QUANTISATION_FILE, read_ranges
 from embedtrain.losses.quantisation import Quantiser
 from tests.custom_code import model_with_remote_code
 from tests.small import save_guide, small_model, text, write_beir
 
+DENSE = load_kind("dense")
 TEXTS = [text(number, 3 + number % 9) for number in range(60)]
 
 
@@ -170,7 +172,7 @@ def test_a_model_with_python_code_is_written_if_its_code_is_trusted(tmp_path):
     (model / "1_Pooling").mkdir()
     pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
     (model / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    write_directory(tmp_path / "calibrated", model, None, {}, {}, trust_remote_code=True)
+    write_directory(tmp_path / "calibrated", model, None, {}, {}, kind=DENSE, trust_remote_code=True)
     assert (tmp_path / "calibrated" / "modeling_pairing.py").is_file()
 
 
@@ -179,7 +181,7 @@ def test_a_copy_has_no_code_without_trust_and_nothing_that_links_lead_to(tmp_pat
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoModel": "evil.Model"}}))
     (model / "evil.py").write_text("raise SystemExit\n")
-    write_directory(tmp_path / "calibrated", model, None, {}, {}, trust_remote_code=False)
+    write_directory(tmp_path / "calibrated", model, None, {}, {}, kind=DENSE, trust_remote_code=False)
     assert not list((tmp_path / "calibrated").rglob("*.py"))
     assert "auto_map" not in (tmp_path / "calibrated" / "config.json").read_text()
     (tmp_path / "secret").mkdir()
@@ -189,6 +191,6 @@ def test_a_copy_has_no_code_without_trust_and_nothing_that_links_lead_to(tmp_pat
         link = model / "notes" / "link"
         link.symlink_to(target)
         with pytest.raises(ModelError, match=r"notes/link (leads to|is a link to)"):
-            write_directory(tmp_path / f"copy-{number}", model, None, {}, {}, trust_remote_code=False)
+            write_directory(tmp_path / f"copy-{number}", model, None, {}, {}, kind=DENSE, trust_remote_code=False)
         assert not (tmp_path / f"copy-{number}").exists()
         link.unlink()

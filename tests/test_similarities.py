@@ -31,7 +31,7 @@ from embedtrain.config.losses import (
 )
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
-from embedtrain.formats.source import open_model_source
+from embedtrain.formats.source import CommandModel, open_model_source
 from embedtrain.training.inputs import with_similarity
 from tests.search_commands import assert_found, assert_mined
 from tests.small import WORDS, model_options, save_guide, small_model, text
@@ -137,7 +137,7 @@ def test_search_compares_by_another_similarity_if_it_is_set(directories, tmp_pat
 
 def test_verify_compares_the_similarity_of_sentence_transformers(directories):
     with joined_world() as world:
-        probe = probe_model(directories["manhattan"], world)
+        probe = probe_model(CommandModel(path=str(directories["manhattan"])), world)
     assert run_engine("sentence_transformers", sys.executable, probe).passes(1e-4)
     other = replace(probe, request={**probe.request, "model": str(directories["dot"])})
     outcome = run_engine("sentence_transformers", sys.executable, other)

@@ -11,6 +11,7 @@ from embedtrain.config.command_options import (
     IndexOptions,
     KindOptions,
     ModelOptions,
+    PoolingOptions,
     PrecisionOptions,
     RerankOptions,
     SimilarityOptions,
@@ -49,7 +50,14 @@ HELP = """embedtrain search: find texts with a model
 
 @dataclass(kw_only=True)
 class SearchOptions(
-    ModelOptions, KindOptions, SimilarityOptions, RerankOptions, IndexOptions, ChunkOptions, PrecisionOptions
+    ModelOptions,
+    KindOptions,
+    PoolingOptions,
+    SimilarityOptions,
+    RerankOptions,
+    IndexOptions,
+    ChunkOptions,
+    PrecisionOptions,
 ):
     """Options of `python -m embedtrain search`."""
 
@@ -115,6 +123,7 @@ def run(options: SearchOptions) -> None:
         config = CommandModel(
             path=options.model,
             kind=options.kind or "",
+            pooling=options.pooling,
             revision=options.revision,
             similarity=options.similarity,
             hybrid_weights=options.hybrid_weights,

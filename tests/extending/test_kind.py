@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import normalize
 
 from embedtrain import evaluate, load_encoder
+from embedtrain.commands import calibrate, inspect, static, verify
 from embedtrain.config.compose import compose_recipe, load_recipe
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.data.tokens import Layout
@@ -133,6 +134,12 @@ def test_a_kind_of_the_users_own(ranks, tmp_path):
     call("mine", f"model={model}", f"kind={KIND}", f"data=[{inputs / 'train.jsonl'}]",
          f"output_dir={tmp_path / 'mined'}", "precision=fp32", "negatives=2")  # fmt: skip
     assert any((tmp_path / "mined").rglob("*.jsonl"))
+    own = [f"model={model}", f"kind={KIND}"]
+    assert verify.run(verify.compose([*own, "engines=[transformers]"])) == []
+    inspect.run(inspect.compose([*own, f"data={inputs / 'train.jsonl'}"]))
+    for command, written in ((static, []), (calibrate, [f"data={inputs / 'dev'}"])):
+        with pytest.raises(ConfigError, match=f"model.*{KIND}"):
+            command.run(command.compose([*own, *written, f"output_dir={tmp_path / 'out'}"]))
 
 
 def test_only_the_user_names_its_code(tmp_path):

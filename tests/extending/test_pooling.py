@@ -1,5 +1,8 @@
 """A pooling mode with weights, attention over the tokens of a text: docs/extending.md explains the class."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,10 +10,15 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from embedtrain import evaluate, load_encoder
+from embedtrain.commands import calibrate, inspect, search, verify
 from embedtrain.errors import ConfigError
+from embedtrain.formats.serving import SERVING_ENGINES, ServedModel
+from embedtrain.formats.source import open_model_source
+from embedtrain.kinds.dense.files import DenseFiles
+from embedtrain.models.build import full_state_dict
 from embedtrain.models.pooling import PooledTokens
 from tests.runs import losses, metric_rows, options, run
-from tests.small import small_tokenizer, text
+from tests.small import add_own_pooling, model_options, save_guide, small_model, small_tokenizer, text
 
 POOLING = "tests.extending.test_pooling:AttentionPooling"
 TEXTS = [text(seed, length) for seed, length in enumerate((1, 9, 4))]
@@ -27,6 +35,48 @@ class AttentionPooling(nn.Module):
         """Hidden states of tokens to a vector of each text, [N, size]."""
         weights = tokens.softmax(self.score(hidden).float())
         return tokens.sum(hidden.float() * weights)
+
+
+def test_commands_open_a_directory_with_the_class_that_the_user_names(tmp_path, capsys):
+    model = add_own_pooling(save_guide(small_model("bert"), tmp_path), POOLING)
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(
+        "".join(json.dumps({"_id": str(number), "text": text}) + "\n" for number, text in enumerate(TEXTS))
+    )
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"query": TEXTS[0], "positive": TEXTS[1]}) + "\n")
+    options, calibrated = [f"model={model}", f"pooling={POOLING}"], tmp_path / "calibrated"
+    search.run(search.compose([*options, f"corpus={corpus}", f"query={TEXTS[1]}", "top_k=1"]))
+    assert "1.000  1" in capsys.readouterr().out
+    written = ["head=mean", f"data={corpus}", f"output_dir={calibrated}"]
+    calibrate.run(calibrate.compose([*options, *written]))
+    vectors = [
+        torch.as_tensor(load_encoder(path, pooling=AttentionPooling, normalize=False).encode(TEXTS))
+        for path in (model, calibrated)
+    ]
+    torch.testing.assert_close(vectors[0] - vectors[0].mean(dim=0), vectors[1], atol=1e-5, rtol=1e-4)
+    with pytest.raises(ConfigError, match=rf"pooling=mean: .*{POOLING}; leave it out"):
+        calibrate.run(calibrate.compose([f"model={model}", "pooling=mean", *written]))
+    assert verify.run(verify.compose([*options, "engines=[transformers]"])) == []
+    inspect.run(inspect.compose([*options, f"data={corpus.with_name('rows.jsonl')}"]))
+    assert "length in tokens" in capsys.readouterr().out
+
+
+def test_another_kind_takes_the_backbone_without_the_pooling(tmp_path):
+    model = add_own_pooling(save_guide(small_model("bert"), tmp_path), POOLING)
+    source = open_model_source(model_options("cross_encoder", path=str(model)))
+    assert "backbone.embeddings.word_embeddings.weight" in full_state_dict(source, seed=0)
+
+
+def test_the_card_names_the_class_and_no_engine_serves_it(tmp_path):
+    model = add_own_pooling(save_guide(small_model("bert"), tmp_path), POOLING)
+    usage = "\n".join(DenseFiles().usage("me/model", {}, model))
+    assert "from tests.extending.test_pooling import AttentionPooling" in usage
+    assert 'load_encoder("me/model", pooling=AttentionPooling)' in usage and "SentenceTransformer" not in usage
+    served = ServedModel.open(model, open_model_source(model_options(path=str(model), pooling=POOLING)))
+    assert all(engine.reasons_against(served) for engine in SERVING_ENGINES.values())
+    with_graph = replace(served, has_graph=True)
+    serving = {name for name, engine in SERVING_ENGINES.items() if not engine.reasons_against(with_graph)}
+    assert serving == {"onnxruntime", "fastembed", "triton", "transformers_js"}
 
 
 def test_trained_on_any_number_of_ranks_exported_and_reopened(ranks, run_inputs, tmp_path):

@@ -12,8 +12,10 @@ from embedtrain.config.command_options import (
     DataOptions,
     DimsOptions,
     DocumentOptions,
+    KindOptions,
     ModelOptions,
     OutputOptions,
+    PoolingOptions,
     PrecisionOptions,
     RankOptions,
     ShardOptions,
@@ -68,7 +70,16 @@ class CalibrationHead(str, Enum):
 
 @dataclass(kw_only=True)
 class CalibrateOptions(
-    ModelOptions, DataOptions, DocumentOptions, OutputOptions, DimsOptions, ShardOptions, PrecisionOptions, RankOptions
+    ModelOptions,
+    KindOptions,
+    PoolingOptions,
+    DataOptions,
+    DocumentOptions,
+    OutputOptions,
+    DimsOptions,
+    ShardOptions,
+    PrecisionOptions,
+    RankOptions,
 ):
     """Options of `python -m embedtrain calibrate`."""
 
@@ -112,7 +123,13 @@ def require_paths(options: CalibrateOptions) -> None:
 
 def run(options: CalibrateOptions) -> Path:
     """Encode a sample of documents on all ranks, and write the directory on rank 0; returns it."""
-    from embedtrain.commands.calibrate.head import fit_head, ranges_of, require_copyable, write_directory
+    from embedtrain.commands.calibrate.head import (
+        fit_head,
+        ranges_of,
+        require_copyable,
+        require_stored_pooling,
+        write_directory,
+    )
     from embedtrain.distributed.world import joined_world
     from embedtrain.formats.export_record import export_lock, replace_export, require_replaceable
     from embedtrain.formats.hub import resolve_directory
@@ -133,19 +150,26 @@ def run(options: CalibrateOptions) -> Path:
         texts = _sampled_texts(options, world)
         config = CommandModel(
             path=options.model,
+            kind=options.kind or "",
+            pooling=options.pooling,
             normalize=False,  # the head comes before the normalisation
             revision=options.revision,
             max_length=options.max_length,
             document_prompt=options.document_prompt,
             trust_remote_code=options.trust_remote_code,
         )
-        with console.phase("loading the model"):
-            model = load_encoder_model(config, options.precision, world)
-        model.source.require_one_model(f"model={options.model}")
-        num_out = _check_model(options, model, texts)
         with world.fail_together("looking at the files of the model"):
             root = resolve_directory(options.model, options.revision, "model", "revision")
             require_copyable(root)
+
+        def check(source: "ModelSource") -> None:
+            source.require_one_model(f"model={options.model}")
+            _check_model(options, source, texts)
+            require_stored_pooling(source, root)
+
+        with console.phase("loading the model"):
+            model = load_encoder_model(config, options.precision, world, check=check)
+        num_out = options.dims or model.source.dimension
         vectors = _encode(options, model, texts, world, console)
         with console.phase("writing the directory"), world.fail_together("writing the directory"):
             if world.is_main:
@@ -159,8 +183,8 @@ def run(options: CalibrateOptions) -> Path:
                 origin = {"model": weights_digest(model.source), "texts": digest, "documents": len(texts)}
                 origin |= {"head": options.head.value}
                 with export_lock(output_dir) as unfinished:
-                    trusted = options.trust_remote_code
-                    write_directory(unfinished, root, head, ranges, origin, trust_remote_code=trusted)
+                    kind, trusted = model.source.kind, options.trust_remote_code
+                    write_directory(unfinished, root, head, ranges, origin, kind=kind, trust_remote_code=trusted)
                     replace_export(output_dir, unfinished)
                 if head is not None:
                     console.note(
@@ -171,21 +195,20 @@ def run(options: CalibrateOptions) -> Path:
         return output_dir
 
 
-def _check_model(options: CalibrateOptions, model: "LoadedModel", texts: list[str]) -> int:
-    """The dimensions of the new vectors; a ConfigError if the model has no such vectors, or the sample is too small."""
+def _check_model(options: CalibrateOptions, source: "ModelSource", texts: list[str]) -> None:
+    """A ConfigError if the model has no such vectors, or the sample is too small."""
     from embedtrain.commands.calibrate.head import require_calibratable
     from embedtrain.config.evaluation import check_kind_of_vectors
     from embedtrain.config.validation import OptionChecks
 
-    check_kind_of_vectors(model.source.kind, "model")
-    require_calibratable(model.source, options.model)
-    model.source.require_inner_products("model")
-    dimension, check = model.source.dimension, OptionChecks(options)
+    check_kind_of_vectors(source.kind, "model")
+    require_calibratable(source, options.model)
+    source.require_inner_products("model")
+    dimension, check = source.dimension, OptionChecks(options)
     check.require((options.dims or 1) <= dimension, "dims", f"the vectors have {dimension} dimensions")
     num_out = options.dims or dimension
     check.require(max(options.ranges, default=1) <= num_out, "ranges", f"the vectors have {num_out} dimensions")
     check.require(len(texts) > 1, "data", "has fewer than two documents")
-    return num_out
 
 
 def _prepared(config: "CommandModel", source: "ModelSource") -> "Callable[[Tensor, int], Tensor]":

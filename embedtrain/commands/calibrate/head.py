@@ -17,16 +17,17 @@ from safetensors.torch import save
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from embedtrain.config.kinds import load_kind
-from embedtrain.config.recipe import ModelConfig
+from embedtrain.config.kinds import Kind
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.export_record import RECORD, write_record
+from embedtrain.formats.sentence_transformers import read_directory_modules
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.transformers import remove_code
 from embedtrain.inference.principal_components import principal_components
 from embedtrain.inference.quantised import QUANTISATION_FILE, write_ranges
 from embedtrain.losses.quantisation import Ranges
 from embedtrain.models.file_references import require_own_file
+from embedtrain.models.pooling import pooling_name
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 
@@ -98,6 +99,17 @@ def require_copyable(model: Path) -> None:
             raise ModelError(f"{path} is no file that can be copied: remove it")
 
 
+def require_stored_pooling(source: ModelSource, root: Path) -> None:
+    """Raise ConfigError unless the vectors are pooled as the directory says, which is copied."""
+    stored = read_directory_modules(root).pooling if (root / "modules.json").is_file() else None
+    if source.vectors.pooling != stored:
+        what = "no pooling" if stored is None else f"the pooling {pooling_name(stored)}"
+        raise ConfigError(
+            f"pooling={pooling_name(source.vectors.pooling)}: the new directory has the modules of {root}, which "
+            f"define {what}; leave it out, or save the model with this pooling first"
+        )
+
+
 def write_directory(
     directory: Path,
     model: Path,
@@ -105,9 +117,10 @@ def write_directory(
     ranges: Mapping[int, Ranges],
     origin: Mapping[str, Any],
     *,
+    kind: Kind,
     trust_remote_code: bool,
 ) -> None:
-    """Copy a model directory and add the head, before the normalisation, and the ranges.
+    """Copy a model directory of a `kind` and add the head, before the normalisation, and the ranges.
 
     Raises ModelError if it has links out of it, or the new directory cannot be opened.
     """
@@ -119,7 +132,7 @@ def write_directory(
         _add_head(directory, head)
     write_ranges(directory / QUANTISATION_FILE, ranges, origin)
     write_record(directory)
-    open_model_source(load_kind(ModelConfig.kind).options(path=str(directory), trust_remote_code=trust_remote_code))
+    open_model_source(kind.options(path=str(directory), trust_remote_code=trust_remote_code))
 
 
 def _add_head(directory: Path, head: AffineHead) -> None:

@@ -7,9 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from embedtrain.config.checks import check_recipe
+from embedtrain.config.checks import check_model, check_recipe
 from embedtrain.config.command_line import option_of, quote
-from embedtrain.config.command_options import InstructionOptions, ModelOptions, RowsOptions, TextOptions
+from embedtrain.config.command_options import (
+    InstructionOptions,
+    KindOptions,
+    ModelOptions,
+    PoolingOptions,
+    RowsOptions,
+    TextOptions,
+)
 from embedtrain.config.compose import compose_command, compose_recipe
 from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.loss_checks import check_loss_name
@@ -41,7 +48,7 @@ The exit code is 0 where every row can be used, and 1 where one cannot.
 
 
 @dataclass(kw_only=True)
-class InspectOptions(ModelOptions, RowsOptions, TextOptions, InstructionOptions):
+class InspectOptions(ModelOptions, KindOptions, PoolingOptions, RowsOptions, TextOptions, InstructionOptions):
     """Options of `python -m embedtrain inspect`."""
 
     for_loss: str = "infonce"  # the loss to train with: some need scores, classes or embeddings
@@ -77,14 +84,30 @@ def compose(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
     )
     recipe = Recipe(name="inspect", loss=LOSSES[check_loss_name(options.for_loss, "for_loss")]())
     recipe.train.steps = 1
-    recipe.model.path, recipe.model.revision = options.model or None, options.revision
-    recipe.model.max_length = options.max_length
-    recipe.model.query_prompt, recipe.model.document_prompt = options.query_prompt, options.document_prompt
-    recipe.model.trust_remote_code = options.trust_remote_code
     recipe.data.train = parse_sources(options.data, "data", recipe.loss)
     recipe.data.instruction_format = options.instruction_format
     recipe.data.cache_dir = options.cache_dir
-    return _check_without_model(recipe), options
+    _check_without_model(recipe)
+    recipe.model = _model_options(options)  # rows of a loss are read alike for any kind of model
+    return recipe, options
+
+
+def _model_options(options: InspectOptions) -> ModelConfig:
+    """Those of a recipe."""
+    kind = load_kind(ModelConfig.kind if options.kind is None else options.kind, "kind")
+    has_pooling = options.pooling is None or "pooling" in kind.command_options
+    OptionChecks(options).require(has_pooling, "pooling", f"is not for kind={kind.name}; leave it out")
+    model: ModelConfig = kind.options(
+        path=options.model or None,
+        revision=options.revision,
+        max_length=options.max_length,
+        query_prompt=options.query_prompt,
+        document_prompt=options.document_prompt,
+        trust_remote_code=options.trust_remote_code,
+        **({} if options.pooling is None else {"pooling": options.pooling}),
+    )
+    check_model(replace(model, path=model.path or "none"))
+    return model
 
 
 def _compose_options(arguments: list[str]) -> InspectOptions:

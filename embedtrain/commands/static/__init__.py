@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedtrain.config.command_options import (
+    KindOptions,
     ModelOptions,
     PoolingOptions,
     PrecisionOptions,
@@ -34,7 +35,9 @@ Train it further as any model:
 
 
 @dataclass(kw_only=True)
-class StaticOptions(ModelOptions, PoolingOptions, WrittenModelOptions, ShardOptions, PrecisionOptions, RankOptions):
+class StaticOptions(
+    ModelOptions, KindOptions, PoolingOptions, WrittenModelOptions, ShardOptions, PrecisionOptions, RankOptions
+):
     """Options of `python -m embedtrain static`."""
 
     # principal components of the tokens' vectors that are kept; null: all dimensions
@@ -62,8 +65,7 @@ def require_paths(options: StaticOptions) -> None:
 
 def run(options: StaticOptions) -> Path:
     """Encode the vocabulary on all ranks, and write the directory on rank 0; returns it."""
-    from embedtrain.commands.static.table import make_table, require_distillable, write_table
-    from embedtrain.config.evaluation import check_kind_of_vectors
+    from embedtrain.commands.static.table import make_table, require_distillable, require_fast_tokenizer, write_table
     from embedtrain.distributed.world import joined_world
     from embedtrain.formats.export_record import require_replaceable
     from embedtrain.formats.source import CommandModel
@@ -79,14 +81,16 @@ def run(options: StaticOptions) -> Path:
                 output_dir = require_replaceable(output_dir, expand_user(options.model))
         config = CommandModel(
             path=options.model,
+            kind=options.kind or "",
             pooling=options.pooling,
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
         )
         with console.phase("loading the model"):
-            model = load_encoder_model(config, options.precision, world)
-        check_kind_of_vectors(model.source.kind, "model")
-        require_distillable(model, options)
+            model = load_encoder_model(
+                config, options.precision, world, check=lambda source: require_distillable(source, options)
+            )
+        require_fast_tokenizer(model, options)
         table = make_table(model, options, world, console)
         with world.fail_together("writing the directory"):
             if world.is_main:

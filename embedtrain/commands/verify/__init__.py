@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from embedtrain.config.command_options import ModelPathOptions
+from embedtrain.config.command_options import KindOptions, ModelPathOptions, PoolingOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.options import option
 from embedtrain.config.paths import require_models
@@ -46,7 +46,7 @@ HELP = """embedtrain verify: whether libraries and servers compute what a model 
 
 
 @dataclass(kw_only=True)
-class VerifyOptions(ModelPathOptions):
+class VerifyOptions(ModelPathOptions, KindOptions, PoolingOptions):
     """Options of `python -m embedtrain verify`."""
 
     # Of sentence_transformers, transformers, onnxruntime, fastembed, transformers_js, vllm, llama_cpp, infinity_emb,
@@ -91,6 +91,7 @@ def run(options: VerifyOptions) -> list["Outcome"]:
     from embedtrain.commands.verify.engines import probe_model, run_engine
     from embedtrain.distributed.world import joined_world
     from embedtrain.formats.serving import SERVING_ENGINES, ServedModel
+    from embedtrain.formats.source import CommandModel
     from embedtrain.inference.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
 
@@ -100,7 +101,8 @@ def run(options: VerifyOptions) -> list["Outcome"]:
     pythons = interpreters(options)
     quiet_libraries()
     with joined_world() as world, console.phase("encoding with the encoder"):
-        probe = probe_model(directory, world)
+        config = CommandModel(path=str(directory), kind=options.kind or "", pooling=options.pooling)
+        probe = probe_model(config, world)
     outcomes, served = [], ServedModel.open(directory, probe.source)
     for engine, python in pythons.items():
         if reasons := SERVING_ENGINES[engine].reasons_against(served):

@@ -14,15 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.config.command_options import RerankerConfig
-from embedtrain.config.kinds import kind_of_files
-from embedtrain.config.recipe import ModelConfig, Precision
+from embedtrain.config.kinds import load_kind
+from embedtrain.config.recipe import Precision
+from embedtrain.config.validation import model_options_named
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.formats.model_files import ServingOutputs
+from embedtrain.formats.source import CommandModel, with_kind_of_files
 from embedtrain.formats.verify import PROBES
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.loading.command_model import load_encoder_model, load_reranker, open_reranker
+from embedtrain.inference.loading.command_model import (
+    MODEL_OPTION_NAMES,
+    load_encoder_model,
+    load_reranker,
+    open_reranker,
+)
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.losses.encoded import Part
 from embedtrain.models.types import ModelSource
@@ -104,12 +111,16 @@ class Probe:
         return next(iter(self.expected)) if len(self.expected) == 1 else None
 
 
-def probe_model(directory: Path, world: World) -> Probe:
+def probe_model(config: CommandModel, world: World) -> Probe:
     """Load the model of a directory and encode the probe texts, or score pairs of them. A collective."""
-    if kind_of_files(directory)[0].scores_pairs:
+    directory = Path(str(config.path))
+    with model_options_named(MODEL_OPTION_NAMES):
+        scores_pairs = load_kind(with_kind_of_files(config)[0].kind).scores_pairs
+    if scores_pairs:
         return _scored(directory, world)
-    model = load_encoder_model(ModelConfig(path=str(directory)), Precision.fp32, world)
-    model.source.require_one_model(f"model={directory}")
+    model = load_encoder_model(
+        config, Precision.fp32, world, check=lambda source: source.require_one_model(f"model={directory}")
+    )
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=_CHUNK_TOKENS)
     texts = ["", *PROBES] if model.tokenizer.tokenizer("")["input_ids"] else list(PROBES)
     prompts = {role.value: model.source.prompts.get(role.value, "") for role in TextRole}

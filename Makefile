@@ -15,7 +15,7 @@ PRECISION ?= fp32
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-slurm test-hosts test-browser test-engines image-test docs docs-serve reference screenshots lint format bench bench-gpu rivals clean
+.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-newest test-slurm test-hosts test-browser test-engines image-test docs docs-serve reference screenshots lint format bounds bench bench-gpu rivals clean .venv-newest
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/embedtrain train --nproc-per-node $(RANKS) recipe=quickstart
@@ -48,6 +48,11 @@ test-oldest: .venv-oldest  ## all tests except those marked slow, with the oldes
 	.venv-oldest/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
 	  -m 'not slow and not gpu and not slurm and not hosts and not image and not browser and not engines'
 
+test-newest: .venv-newest  ## the same with the newest that pyproject.toml allows; NEWEST='NAME==VERSION ...' goes beyond
+	@test -z '$(NEWEST)' || .venv-newest/bin/python -m pip install --quiet --disable-pip-version-check $(NEWEST)
+	.venv-newest/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
+	  -m 'not slow and not gpu and not slurm and not hosts and not image and not browser and not engines'
+
 test-slurm: .venv  ## on a SLURM cluster of two virtual nodes, which the tests start (as root)
 	$(BIN)/python -m pytest tests/slurm -m slurm -rs
 
@@ -71,6 +76,9 @@ reference: .venv  ## docs/reference/ from the comments, types and defaults of th
 
 screenshots: .venv  ## docs/assets/images/ from two runs of the quickstart and the Chromium of this machine
 	PYTHONPATH=. $(BIN)/python docs/hooks/screenshots.py
+
+bounds: .venv  ## which upper bounds of pyproject.toml are behind the package index
+	$(BIN)/python docs/hooks/bounds.py
 
 docs-serve: .venv  ## the same at http://127.0.0.1:8000, rebuilt when a page is saved
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
@@ -97,12 +105,13 @@ rivals: .venv $(RIVALS)  ## training side by side with other libraries: hours on
 # The time stamp stays at 0 until the installation succeeds, so that an interrupted one is repeated.
 .venv: constraints.txt
 .venv-oldest: constraints-oldest.txt
-.venv .venv-oldest: pyproject.toml
+.venv-newest: INSTALL := --upgrade --upgrade-strategy eager
+.venv .venv-oldest .venv-newest: pyproject.toml
 	@test -x $@/bin/python || $(PYTHON) -m venv $@
 	@touch -d @0 $@
 	@echo 'Installing into $@: a few minutes the first time'
-	@$@/bin/python -m pip install --quiet --disable-pip-version-check -c $(filter constraints%,$^) -e '.[dev]' \
-	  || { touch -d @0 $@; exit 1; }
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check $(INSTALL) $(addprefix -c ,$(filter constraints%,$^)) \
+	  -e '.[dev]' || { touch -d @0 $@; exit 1; }
 	@touch $@
 
 # Serving engines and clients, in as few environments as install together. PyLate asks for an older torch than that of
@@ -161,4 +170,4 @@ LLAMA_CPP := llama_cpp_python-0.3.36
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-rivals .venv-oldest .venv-transformers4 .venv-backends .venv-clients .venv-infinity .node-transformersjs .venv-vllm .venv-llamacpp build dist .mypy_cache .ruff_cache
+	rm -rf .venv .venv-rivals .venv-oldest .venv-newest .venv-transformers4 .venv-backends .venv-clients .venv-infinity .node-transformersjs .venv-vllm .venv-llamacpp build dist .mypy_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import importlib.metadata
 import os
 import shutil
 import tempfile
@@ -43,6 +44,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; with one, run `make test-gpu` (other commands hide it)")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the versions of the libraries whose changes break tests (`make test-oldest`, `make test-newest`)."""
+    names = ("torch", "transformers", "sentence-transformers", "peft", "accelerate", "datasets")
+    terminalreporter.write_line(", ".join(f"{name} {importlib.metadata.version(name)}" for name in names))
 
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,5 +1,6 @@
 """`python -m embedtrain doctor` with one rank and with two, on machines with problems."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from embedtrain.commands.doctor import compose_doctor
-from embedtrain.commands.doctor.checks import check_environment
+from embedtrain.commands.doctor.checks import check_environment, check_versions
 from embedtrain.commands.doctor.host import Finding, Level, check_disk, merge_findings, unpickles_rendezvous
 from embedtrain.distributed.world import nccl_error_handling
 from embedtrain.errors import ConfigError
@@ -80,6 +81,18 @@ def test_a_machine_with_problems(tmp_path):
     assert "Connection refused" in by_name["hub"]["text"]
     assert "MB/s" in by_name["cache_dir"]["text"]
     assert all(finding["do"] for finding in report["findings"] if finding["level"] != "ok")
+
+
+def test_a_release_that_is_not_supported_yet(monkeypatch):
+    """The reason is said, because other libraries ask for it."""
+    installed = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "5.24.0" if name == "transformers" else installed(name)
+    )
+    (finding,) = [finding for finding in check_versions() if finding.name == "transformers"]
+    assert finding.level is Level.problem
+    assert finding.text.startswith("5.24.0 is installed, required is <5.24")
+    assert re.match(r"pip install 'transformers<5\.24,>=5\.17': .* PEFT 0\.22", finding.do)
 
 
 def test_two_ranks(tmp_path):

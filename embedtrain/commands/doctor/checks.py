@@ -53,6 +53,11 @@ if TYPE_CHECKING:
 _SIZES = {"cuda": (1 << 20, 16 << 20, 256 << 20), "cpu": (1 << 16, 1 << 20, 16 << 20)}  # bytes per rank
 _MAX_GATHERED = 4 << 30  # bytes of all ranks
 _MAX_ROUNDS, _MAX_SECONDS = 5, 3.0
+# Why a release that exists is not supported.
+_WHY_BOUNDED = {
+    "transformers": ": from 5.24 on, its load_adapter and set_adapter, which check exports with adapters of several "
+    "tasks, ask for PEFT 0.22, which is not published"
+}
 _SLOW = 1.0  # GB/s between hosts with GPUs; below, NCCL probably uses TCP on a slow interface
 
 
@@ -322,7 +327,7 @@ def _check_packages(own_version: str, requirements: list[str]) -> list[Finding]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         name, specifier = requirement.name, requirement.specifier
-        do = f"pip install '{name}{specifier}'"
+        do = f"pip install '{name}{specifier}'" + _WHY_BOUNDED.get(name, "")
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -200,7 +200,7 @@ def _aligned_bytes(tensor: Tensor) -> int:
 def _allocate(tensors: Mapping[tuple[str, str], Tensor], *, pinned: bool) -> dict[tuple[str, str], Tensor]:
     """Uninitialised tensors of the same shapes in host memory.
 
-    torch rounds every allocation of pinned memory up to a power of two (CachingHostAllocator, torch 2.11 to 2.13), so
+    torch rounds every allocation of pinned memory up to a power of two (CachingHostAllocator, torch 2.11 to 2.15), so
     a tensor of its own would take up to twice its size. Tensors therefore share blocks whose sizes are powers of two.
     """
     buffers: dict[tuple[str, str], Tensor] = {}

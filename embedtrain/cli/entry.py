@@ -164,7 +164,7 @@ def set_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let torch's allocator of GPU memory grow its segments, unless the user has configured it.
 
     Chunks differ in size, so segments of a fixed size become fragmented, and most of the memory is planned. torch reads
-    the older of the two names first (2.11 to 2.13).
+    the older of the two names first (2.11 to 2.15).
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

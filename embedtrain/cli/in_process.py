@@ -71,7 +71,7 @@ def _restored_state(*, quiet: bool) -> Iterator[None]:
 def free_process_groups() -> None:
     """Free the process groups of this process that were destroyed.
 
-    Reference cycles and DTensor's cache (torch 2.11 to 2.13) keep them alive, and each group of gloo has threads.
+    Reference cycles and DTensor's cache (torch 2.11 to 2.15) keep them alive, and each group of gloo has threads.
     """
     debug._clear_sharding_prop_cache()
     gc.collect()

@@ -74,11 +74,11 @@ def run_ranks(module: str, arguments: Sequence[str], launch: Launch, num_local_r
 
 class _Agent(LocalElasticAgent):
     def give_up_restarts(self) -> None:
-        self._remaining_restarts = 0  # torch's agent does the same (2.11 to 2.13)
+        self._remaining_restarts = 0  # torch's agent does the same (2.11 to 2.15)
 
     def has_reporting_rank(self) -> bool:
         """Whether a rank has ended with an error, which it has printed; a rank that a signal ended prints nothing."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})  # of torch 2.11 to 2.13
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})  # of torch 2.11 to 2.15
         return any(handler.proc.returncode == 1 for handler in handlers.values())
 
 

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # a private name, checked on torch 2.13
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # a private name, checked on torch 2.15
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 

@@ -445,7 +445,7 @@ def _start_watchdog(
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """All process groups of this process; torch has no public function for it (checked on 2.11 and 2.13)."""
+    """All process groups of this process; torch has no public function for it (checked on 2.11 to 2.15)."""
     return list(dist.distributed_c10d._world.pg_map)
 
 

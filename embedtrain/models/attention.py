@@ -146,7 +146,7 @@ def use_flash_attention(name: str | None) -> None:
     if current_flash_attention_impl() == name:
         return
     if name is None:
-        restore_flash_attention_impl(_raise_warn=False)  # no public way is silent, as of torch 2.14
+        restore_flash_attention_impl(_raise_warn=False)  # no public way is silent, as of torch 2.15
     else:
         activate_flash_attention_impl(name)
 

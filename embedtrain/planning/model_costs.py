@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # private names, checked on torch 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # private names, checked on torch 2.15
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv

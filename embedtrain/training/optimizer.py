@@ -294,7 +294,7 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
     The value is not read, so the step of a GPU is queued before anything is known: fused AdamW leaves everything
     unchanged if its attribute `found_inf` is 1, as `ShardedOptimizer` does. GradScaler sets it in the same way (torch
-    2.11 to 2.13).
+    2.11 to 2.15).
     """
     # With parallel.cpu_offload the step runs on the CPU. torch would copy the value without waiting for it.
     shard = optimizer.param_groups[0]["params"][0]

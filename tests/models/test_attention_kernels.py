@@ -37,7 +37,7 @@ from tests.pretend_cuda.steps import Case, Result, take_steps
 from tests.small import parallel, small_model, small_tokenizer, text
 from tests.training.test_losses import rows_for
 
-# What torch 2.11 to 2.13 looks for in the package.
+# What torch 2.11 to 2.15 looks for in the package.
 PACKAGE = """
 import torch
 library = torch.library.Library("flash_attn_3", "FRAGMENT")

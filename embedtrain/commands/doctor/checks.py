@@ -55,8 +55,8 @@ _MAX_GATHERED = 4 << 30  # bytes of all ranks
 _MAX_ROUNDS, _MAX_SECONDS = 5, 3.0
 # Why a release that exists is not supported.
 _WHY_BOUNDED = {
-    "transformers": ": from 5.24 on, its load_adapter and set_adapter, which check exports with adapters of several "
-    "tasks, ask for PEFT 0.22, which is not published"
+    "transformers": ": from 5.24 on, its set_adapter, which chooses one of the adapters of an exported model, asks for "
+    "PEFT 0.22, which is not published"
 }
 _SLOW = 1.0  # GB/s between hosts with GPUs; below, NCCL probably uses TCP on a slow interface
 

@@ -88,7 +88,8 @@ def test_trained_on_any_number_of_ranks_exported_and_reopened(ranks, run_inputs,
         assert losses(folder) == pytest.approx(losses(runs[1]), rel=1e-4)
     model = runs[2] / "model"
     with monkeypatch.context() as fresh, pytest.raises(ConfigError, match=rf"{POOLING}: a file cannot name code"):
-        fresh.setattr(code, "_named", set())  # what commands of other tests have named
+        fresh.setattr(code, "_named", set())  # by commands of other tests
+        fresh.setattr(code, "_registered", {})
         load_encoder(model)
     measured = evaluate(model, [str(run_inputs / "dev")], pooling=AttentionPooling, precision="fp32", quiet=True)
     assert measured["dev"]["ndcg@10"] == pytest.approx(metric_rows(runs[2])[-1]["ndcg@10"], abs=1e-6)

@@ -392,13 +392,13 @@ class _Writer:
     def _flush(self) -> None:
         if not self._pending:
             return
-        extra = {}
+        extra, rows = {}, [row for row, _ in self._pending]
         for name in EXTRA_COLUMNS:
-            values = [value_of(name)(texts) for texts, _ in self._pending]
+            values = list(map(value_of(name), rows))
             if any(value is not None and value != () for value in values):
                 extra[name] = values
         self.extra_columns.update(extra)
-        texts = [pa.array([value_of(name)(row) for row, _ in self._pending], type=TEXTS[name]) for name in TEXT_NAMES]
+        texts = [pa.array(map(value_of(name), rows), type=TEXTS[name]) for name in TEXT_NAMES]
         self.digest.add(texts, extra)
         if self._writer is None or not extra.keys() <= set(self._names):
             self._open(list(extra))
@@ -407,8 +407,8 @@ class _Writer:
         batch = pa.RecordBatch.from_arrays(arrays, names=[*TEXTS, *self._names])
         assert self._writer is not None
         self._writer.write_batch(batch)
-        _, rows, num_bytes = self.files[-1]
-        rows.append(batch.num_rows)
+        _, num_rows, num_bytes = self.files[-1]
+        num_rows.append(batch.num_rows)
         num_bytes.append(batch.nbytes)
         self._pending, self._pending_characters = [], 0
 

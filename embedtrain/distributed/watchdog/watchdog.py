@@ -419,7 +419,7 @@ class Watchdog:
         if self._heartbeats.is_unresponsive:
             if self._launcher is not None and self._launcher.is_suspended:
                 return self._failure(f"{own_name} ends while {activity}: {self._launcher} is suspended", [])
-            host = os.environ.get("MASTER_ADDR", "another host")
+            host = self._hosts[0] if self._hosts else os.environ.get("MASTER_ADDR", "another host")
             reason = f" ({error.reason})" if error else ""
             text = f"{own_name} lost contact with {host} while {activity}: "
             return self._failure(f"{text}that host or the network between them is down{reason}", [])

@@ -520,9 +520,10 @@ def device_group(
     if len(parts) == 1:
         return default
     backend = dict(part.split(":") for part in dist.get_backend_config().split(","))[device.type]
+    limits = _backend(default, device).options  # None of torch's "fake" backend
     options: dict[str, Any] = {
         "backend": None if in_host_memory else backend,
-        "timeout": _backend(default, device).options._timeout,  # torch would take ten or thirty minutes
+        "timeout": None if limits is None else limits._timeout,  # torch would take ten or thirty minutes
         "group_desc": name,
     }
     ranks = [list(part) for part in parts]

@@ -186,7 +186,7 @@ def free_memory() -> None:
 def train(model: Model, variant: Variant, folder: Path, world: World, *, warm: int, steps: int) -> TrainCost:
     """The cost of `steps` steps, after `warm` others.
 
-    A ConfigError if a recipe does not have the variant's options.
+    A ConfigError if a recipe does not have the variant's options, an EmbedtrainError if blocks cannot be compiled.
     """
     device, sized = world.device, model.sized
     free_memory()  # memory of the random initialization
@@ -201,6 +201,8 @@ def train(model: Model, variant: Variant, folder: Path, world: World, *, warm: i
     batches = [rank_batch(t, run, loaded, sized.chunk_tokens, num_cached) for t in texts]
     loss = train_step(run, batches[0]).loss
     _run_steps(run, batches, warm)
+    if eager := run.backward.eager_blocks.name(world):  # the figures would be those of another variant
+        raise EmbedtrainError("; ".join(eager))
     _peak(device)
     seconds = timed(lambda: _run_steps(run, batches, steps), device)
     peak = _peak(device)

@@ -274,15 +274,13 @@ class RowStatistics:
 
     def add(self, texts: Example, *, scored: bool) -> None:
         """Count one row; `scored`: it had no scores and RowCheck added them."""
-        count = len(texts.negatives)
-        self.rows.fewest_negatives = min(self.rows.fewest_negatives, count) if self.rows.num_rows else count
-        self.rows.most_negatives = max(self.rows.most_negatives, count)
-        self.rows.num_dropped, self.rows.num_unscored = (
-            self.rows.num_dropped + texts.num_dropped,
-            self.rows.num_unscored + scored,
-        )
-        self.rows.num_rows += 1
-        self.rows.one_text = not texts.positives
+        rows, count = self.rows, len(texts.negatives.texts)
+        rows.fewest_negatives = min(rows.fewest_negatives, count) if rows.num_rows else count
+        rows.most_negatives = max(rows.most_negatives, count)
+        rows.num_dropped += texts.num_dropped
+        rows.num_unscored += scored
+        rows.num_rows += 1
+        rows.one_text = not texts.positives.texts
 
     def skip(self, part: int, line: int, problem: str) -> None:
         """Count one row that cannot be used, or an empty part if the line is 0."""

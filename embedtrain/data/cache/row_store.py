@@ -381,10 +381,11 @@ class _Writer:
     def add(self, texts: Example, line: int) -> None:
         """Add one row, with its line."""
         limit = -1 if texts.max_negatives is None else texts.max_negatives
-        for name, count in zip(COUNTS, (len(texts.positives), len(texts.negatives), limit), strict=True):
+        positives, negatives = texts.positives.texts, texts.negatives.texts
+        for name, count in zip(COUNTS, (len(positives), len(negatives), limit), strict=True):
             self._counts[name].append(count)
         self._pending.append((texts, line))
-        self._pending_characters += sum(map(len, texts.texts))
+        self._pending_characters += len(texts.query) + sum(map(len, positives)) + sum(map(len, negatives))
         self._pending_characters += 4 * sum(map(len, texts.vectors))
         if len(self._pending) >= ROWS_PER_BATCH or self._pending_characters >= CHARACTERS_PER_BATCH:
             self._flush()

@@ -85,17 +85,18 @@ class RowLayout(ABC):
 
 def _drop_repeated_negatives(texts: Example) -> Example:
     """The row without negatives that are positives or repeat another negative, nor their scores, ids and vectors."""
+    positives, negatives = texts.positives.texts, texts.negatives.texts
     first_indices: dict[str, int] = {}
-    for index, text in enumerate(texts.negatives.texts):
-        if text not in texts.positives.texts:
+    for index, text in enumerate(negatives):
+        if text not in positives:
             first_indices.setdefault(text, index)
-    if len(first_indices) == len(texts.negatives):
+    if len(first_indices) == len(negatives):
         return texts
-    first, num_others = list(first_indices.values()), 1 + len(texts.positives)
+    first, num_others = list(first_indices.values()), 1 + len(positives)
     return replace(
         texts,
         negatives=texts.negatives.take(first),
-        num_dropped=len(texts.negatives) - len(first),
+        num_dropped=len(negatives) - len(first),
         vectors=(*texts.vectors[:num_others], *take(texts.vectors[num_others:], first)),
     )
 

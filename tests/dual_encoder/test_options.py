@@ -268,7 +268,8 @@ class Derived(DualEncoder):
     """Of the user's own."""
 
 
-def test_a_kind_of_the_user_with_towers_is_named_in_its_directory(folder, tmp_path):
+def test_a_kind_of_the_user_with_towers_is_named_in_its_directory(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("embedtrain.config.kinds._user_kinds", {})  # of this test only
     path = f"{__name__}:Derived"
     source = replace(open_model_source(dual_options(folder)), kind=trust_kind(path, "model.kind"))
     write_architecture(tmp_path, source, model_tokenizer(source))

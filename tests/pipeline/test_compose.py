@@ -39,6 +39,13 @@ def cheap_pipeline(inputs, stage, options):
     return content
 
 
+def test_a_wrong_pooling_of_a_training_is_no_code_that_a_file_names(run_inputs, tmp_path):
+    content = small_pipeline(run_inputs, evaluation={})
+    content["stages"]["weak"]["model"] = {"path": "m", "pooling": "clss"}
+    with pytest.raises(ConfigError, match=r"stages.weak: .*model.pooling=clss.*expected one of"):
+        compose(tmp_path, content)
+
+
 def test_stages_refer_to_the_results_of_earlier_ones(run_inputs, tmp_path):
     pipeline = compose(tmp_path, small_pipeline(run_inputs), "stages.tuned.train.steps=9")
     stages = tmp_path / "run" / "stages"
@@ -99,7 +106,6 @@ def test_a_stage_starts_from_a_recipe(run_inputs, tmp_path):
         ("mined", {"negatives": 0}, ("stages.mined", "negatives=0")),
         ("mined", {"pooling": "clss"}, ("stages.mined", "pooling=clss", "expected one of cls, mean")),
         ("mined", {"kind": "densee"}, ("stages.mined", "kind=densee", "expected one of dense")),
-        ("weak", {"model": {"path": "m", "pooling": "clss"}}, ("stages.weak", "model.pooling=clss", "expected one of")),
         ("mined", {"repeat": 0}, ("stages.mined", "repeat=0")),
         ("mined", {"each": []}, ("stages.mined", "each=[]")),
     ],

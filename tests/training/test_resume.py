@@ -270,7 +270,7 @@ def test_changes_are_grouped_by_effect(rows):
     recipe, _ = compose(rows, "optim.lr=0.5", "train.log_every=3", "parallel.compile=true", "tracking.wandb=true")
     assert list(describe_changes(folder, recipe).values()) == [
         f"{Effect.changes_training.value.format(step=4)}: optim.lr 5e-05 -> 0.5",
-        f"{Effect.changes_rounding.value.format(step=4)}: parallel.compile False -> True",
+        f"{Effect.changes_rounding.value.format(step=4)}: parallel.compile auto -> True",
         f"{Effect.no_effect.value.format(step=4)}: train.log_every None -> 3, tracking.wandb False -> True",
     ]
 

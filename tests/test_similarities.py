@@ -33,6 +33,7 @@ from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.formats.source import CommandModel, open_model_source
 from embedtrain.training.inputs import with_similarity
+from tests.marks import slow_but
 from tests.search_commands import assert_found, assert_mined
 from tests.small import WORDS, model_options, save_guide, small_model, text
 
@@ -99,7 +100,7 @@ def test_evaluation_is_that_of_sentence_transformers(directories, tmp_path):
     assert metrics_of(directories["cosine"], tmp_path / "o", **options)["ndcg@10"] == seen[1]
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", slow_but(["euclidean"], NAMES[1:]))
 def test_mining_and_encoders(directories, tmp_path, name):
     theirs = SentenceTransformer(str(directories[name]), device="cpu")
     queries, documents = (theirs.encode(list(texts.values())) for texts in (QUERIES, CORPUS))

@@ -59,6 +59,7 @@ def installed(package: Path, capability: tuple[int, int] = (9, 0)) -> Iterator[N
     finally:
         torch.cuda.get_device_capability = actual
         sys.path.remove(str(package))
+        sys.modules.pop("flash_attn_interface", None)
         use_flash_attention(None)
 
 

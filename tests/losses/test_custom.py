@@ -178,7 +178,7 @@ def test_a_file_cannot_name_code(tmp_path):
         ("my_loses:X", "loss.path=my_loses:X: No module named 'my_loses'"),
         ("os:Nothing", "loss.path=os:Nothing: module 'os' has no attribute 'Nothing'"),
         ("os:getcwd", "loss.path=os:getcwd: must be a subclass of embedtrain.losses.types.Loss"),
-        ("my_losses", "loss.path=my_losses: must be module:Class"),
+        ("my_losses", "loss.path=my_losses: must be module:name, such as"),
     ],
     ids=["module", "attribute", "function", "form"],
 )

@@ -501,6 +501,11 @@ def init_process_group(
     )
 
 
+# Groups that exist, by what they were made of: a group has threads and connections until the process group is
+# destroyed, and a process may load many models.
+_device_groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+
+
 def device_group(
     device: torch.device, parts: Sequence[Sequence[int]], name: str, *, in_host_memory: bool = False
 ) -> dist.ProcessGroup:
@@ -519,6 +524,12 @@ def device_group(
     assert default is not None
     if len(parts) == 1:
         return default
+    key = (device, tuple(map(tuple, parts)), name, in_host_memory)
+    existing = process_groups()
+    for known in [known for known, group in _device_groups.items() if group not in existing]:
+        del _device_groups[known]  # of a process group that has been destroyed
+    if key in _device_groups:
+        return _device_groups[key]
     backend = dict(part.split(":") for part in dist.get_backend_config().split(","))[device.type]
     limits = _backend(default, device).options  # None of torch's "fake" backend
     options: dict[str, Any] = {
@@ -535,6 +546,7 @@ def device_group(
         # One collective for all parts, and the only way for ProcessGroupNCCL2.
         group = dist.split_group(split_ranks=ranks, **options)
     assert isinstance(group, dist.ProcessGroup)
+    _device_groups[key] = group
     return group
 
 

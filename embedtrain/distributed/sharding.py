@@ -82,8 +82,9 @@ LARGE_EMBEDDING = 2**24
 _KEEP_UNSHARDED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 # Hooks of `_guard_direct_calls`, by encoder.
 _GUARDS: "weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = weakref.WeakKeyDictionary()
-# The blocks of a sharded encoder, whose classes FSDP has renamed.
-_BLOCKS: "weakref.WeakKeyDictionary[nn.Module, list[nn.Module]]" = weakref.WeakKeyDictionary()
+# The blocks of sharded encoders, whose classes FSDP has renamed. Not by encoder: a block refers to its encoder through
+# FSDP, so that the entry would keep the encoder, and with it the process groups of its mesh.
+_BLOCKS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 # Classes of blocks that run eagerly although they were to be compiled, and why, by encoder.
 _EAGER: "weakref.WeakKeyDictionary[nn.Module, dict[str, str]]" = weakref.WeakKeyDictionary()
 # Graphs of one class of blocks. Each kind of its layers (three in ModernBERT) has one for passes with gradients, one
@@ -140,7 +141,7 @@ def shard_encoder(
     fully_shard(encoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     storage = torch.device("cpu") if layout.cpu_offload else device
     encoder._apply(lambda t: torch.empty_like(t, device=storage) if t.is_meta else t.to(device))
-    _BLOCKS[encoder] = blocks
+    _BLOCKS.update(blocks)
     _guard_direct_calls(encoder, outside=[])
 
 
@@ -241,7 +242,8 @@ def compile_blocks(encoder: nn.Module) -> None:
     Compilation happens in the passes that first need a graph. A block that cannot be compiled runs eagerly, as do all
     of its class; `EagerBlocks` says why.
     """
-    blocks, failed = _BLOCKS[encoder], _EAGER.setdefault(encoder, {})
+    blocks = [part for part in encoder.modules() if part in _BLOCKS]
+    failed = _EAGER.setdefault(encoder, {})
     # Both settings belong to the process, and apply when a graph is compiled. Without the second one a graph whose
     # backward pass cannot be compiled fails there, when it is too late to run the block eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)

@@ -1,5 +1,7 @@
 """Calls that bypass the gathering of a sharded encoder are rejected; master weights and buffers stay in fp32."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -135,6 +137,21 @@ class Scaled(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(2, 2)])
         self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def freed(world: World, model: ModelConfig) -> None:
+    encoder = load_model(model, parallel(), world, seed=0).encoder
+    encoder(Chunk(IDS, MASK))[0][0, 0].backward()
+    sharding.compile_blocks(encoder)
+    alive = weakref.ref(encoder)
+    del encoder
+    gc.collect()
+    assert alive() is None
+
+
+def test_an_encoder_is_freed_with_its_last_user(ranks, models):
+    """Also if its blocks are to be compiled: another run of the same process has its memory and process groups."""
+    ranks(2, freed, models["xlm-roberta"])
 
 
 def shapes(world: World) -> None:

@@ -299,6 +299,7 @@ ROWS_PER_BATCH = 4096
 CHARACTERS_PER_BATCH = 1 << 24
 COUNTS = ("num_positives", "num_negatives", "max_negatives")
 TEXT_NAMES = ("query", "positives", "negatives")
+_READERS = {name: value_of(name) for name in (*TEXT_NAMES, *EXTRA_COLUMNS)}
 METADATA = "metadata.json"  # of a piece, and of all pieces
 
 
@@ -358,7 +359,9 @@ class _Writer:
         self.digest = RowDigest()
         self.files: list[tuple[str, list[int], list[int]]] = []  # name, rows and bytes of each batch
         self._path = path
-        self._pending: list[tuple[Example, int]] = []
+        # Columns, not rows: the garbage collector would visit the objects of every pending row again and again.
+        self._pending: dict[str, list[Any]] = {name: [] for name in _READERS}
+        self._pending_lines: list[int] = []
         self._pending_characters = 0
         self._counts = {name: array("i") for name in COUNTS}
         self._file: pa.NativeFile | None = None
@@ -384,34 +387,37 @@ class _Writer:
         positives, negatives = texts.positives.texts, texts.negatives.texts
         for name, count in zip(COUNTS, (len(positives), len(negatives), limit), strict=True):
             self._counts[name].append(count)
-        self._pending.append((texts, line))
+        for name, values in self._pending.items():
+            values.append(_READERS[name](texts))
+        self._pending_lines.append(line)
         self._pending_characters += len(texts.query) + sum(map(len, positives)) + sum(map(len, negatives))
         self._pending_characters += 4 * sum(map(len, texts.vectors))
-        if len(self._pending) >= ROWS_PER_BATCH or self._pending_characters >= CHARACTERS_PER_BATCH:
+        if len(self._pending_lines) >= ROWS_PER_BATCH or self._pending_characters >= CHARACTERS_PER_BATCH:
             self._flush()
 
     def _flush(self) -> None:
-        if not self._pending:
+        lines, pending = self._pending_lines, self._pending
+        if not lines:
             return
-        extra, rows = {}, [row for row, _ in self._pending]
-        for name in EXTRA_COLUMNS:
-            values = list(map(value_of(name), rows))
-            if any(value is not None and value != () for value in values):
-                extra[name] = values
+        extra = {
+            name: pending[name]
+            for name in EXTRA_COLUMNS
+            if any(value is not None and value != () for value in pending[name])
+        }
         self.extra_columns.update(extra)
-        texts = [pa.array(map(value_of(name), rows), type=TEXTS[name]) for name in TEXT_NAMES]
+        texts = [pa.array(pending[name], type=TEXTS[name]) for name in TEXT_NAMES]
         self.digest.add(texts, extra)
         if self._writer is None or not extra.keys() <= set(self._names):
             self._open(list(extra))
-        arrays = [*texts, pa.array([line for _, line in self._pending], type=TEXTS["line"])]
-        arrays += [_column(name, extra.get(name), len(self._pending)) for name in self._names]
+        arrays = [*texts, pa.array(lines, type=TEXTS["line"])]
+        arrays += [_column(name, extra.get(name), len(lines)) for name in self._names]
         batch = pa.RecordBatch.from_arrays(arrays, names=[*TEXTS, *self._names])
         assert self._writer is not None
         self._writer.write_batch(batch)
         _, num_rows, num_bytes = self.files[-1]
         num_rows.append(batch.num_rows)
         num_bytes.append(batch.nbytes)
-        self._pending, self._pending_characters = [], 0
+        self._pending, self._pending_lines, self._pending_characters = {name: [] for name in pending}, [], 0
 
     def _open(self, names: list[str]) -> None:
         self._close()

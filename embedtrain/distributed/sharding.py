@@ -213,15 +213,35 @@ _KEPT = re.compile(r"aten::(addmm|mm|_scaled_mm|_grouped_mm)|\w+::(?!\w*backward
 
 
 @functools.cache
-def _is_kept(operation: str) -> bool:
+def _is_named(operation: str) -> bool:
     return _KEPT.fullmatch(operation.partition(".")[0]) is not None
 
 
+def _draws_numbers(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if any("dropout" in name for name in names):
+        return any(value > 0 for name, value in given.items() if "dropout" in name)
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
 def _policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_kept(operation.name()) else CheckpointPolicy.PREFER_RECOMPUTE
+    # An attention with dropout is computed again: without its draws those after it would be others in the backward
+    # pass. (On GPUs its kernel draws them; on CPUs dropout is an operation of its own.)
+    keep = _is_named(operation.name()) and not _draws_numbers(operation, args, kwargs)
+    # A linear layer without bias is a product and a view of it that counts its changes separately. If it is kept too,
+    # which takes no memory, torch notices a layer that changes the result in place. A product of activations has three
+    # dimensions.
+    keep |= operation is torch.ops.aten._unsafe_view.default and args[0].dim() == 2
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _keep_products = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
+def changes_kept_results(error: object) -> bool:
+    """Whether this is torch's error about a block that changes in place what selective recomputation has kept."""
+    return isinstance(error, RuntimeError) and "during selective activation checkpoint has been mutated" in str(error)
 
 
 def compiles_blocks(parallel: ParallelConfig, device: torch.device) -> bool:

@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from embedtrain.config.recipe import SELECTIVE, Precision, Recipe
 from embedtrain.data.types import Chunk
-from embedtrain.distributed.sharding import large_embedding, recompute_activations
+from embedtrain.distributed.sharding import changes_kept_results, large_embedding, recompute_activations
 from embedtrain.formats.hub import download_configuration
 from embedtrain.formats.peft import open_adapter
 from embedtrain.formats.source import open_model_source
@@ -375,6 +375,9 @@ class ModelSpec:
     activations: Callable[[bool | str], Activations] = field(repr=False, compare=False)
     # An upper bound of `activations` that needs no measurement.
     activation_bound: Callable[[bool | str], Activations] = field(repr=False, compare=False)
+    # Whether blocks can be recomputed between products: not if they change results in place; None if the model's code
+    # does not run without weights. Measured as well.
+    allows_selective: Callable[[], bool | None] = field(repr=False, compare=False)
 
     def num_vectors(self, texts: float, texts_per_row: int) -> float:
         """Vectors of so many texts of rows with one query each."""
@@ -387,8 +390,8 @@ class ModelSpec:
         return compute_dtype(self.precision).itemsize
 
     def bounded(self) -> "ModelSpec":
-        """The same model with the upper bound of its activations instead of the measured ones."""
-        return replace(self, activations=self.activation_bound)
+        """The same model with the upper bound of its activations, and without a measurement."""
+        return replace(self, activations=self.activation_bound, allows_selective=lambda: True)
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -436,7 +439,7 @@ def model_spec(
     )
 
     @functools.cache
-    def measure(recompute: bool | str) -> Activations:
+    def try_measuring(recompute: bool | str) -> Activations | Exception:
         try:
             measured = [
                 measure_activations(
@@ -451,14 +454,22 @@ def model_spec(
                 for tower, blocks_of_tower in towers.items()
             ]
             return measured[0] if len(measured) == 1 else _largest(measured, list(map(len, towers.values())))
-        except Exception:  # a model's own code may do anything with tensors that have no content
-            return rule_of_thumb(hidden, dtype, recompute=recompute)
+        except Exception as error:  # a model's own code may do anything with tensors that have no content
+            return error
+
+    def measure(recompute: bool | str) -> Activations:
+        measured = try_measuring(recompute)
+        return measured if isinstance(measured, Activations) else rule_of_thumb(hidden, dtype, recompute=recompute)
+
+    def allows_selective() -> bool | None:
+        measured = try_measuring(SELECTIVE)
+        return True if isinstance(measured, Activations) else False if changes_kept_results(measured) else None
 
     def bound(recompute: bool | str) -> Activations:
         return upper_bound(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
 
     name = " and ".join(type(tower.backbone).__name__.removeprefix("FSDP") for tower in towers)
-    return ModelSpec(name, weights, hidden, encoder.dimension, precision, vectors, measure, bound)
+    return ModelSpec(name, weights, hidden, encoder.dimension, precision, vectors, measure, bound, allows_selective)
 
 
 def _largest(activations: Sequence[Activations], num_blocks: Sequence[int]) -> Activations:

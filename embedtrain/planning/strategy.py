@@ -11,7 +11,7 @@ from typing import Any
 from embedtrain.config.optim import MAX_BETA2_OF_BF16, StateDtype
 from embedtrain.config.recipe import SELECTIVE, ParallelConfig, Strategy
 from embedtrain.distributed.sharding import ParallelLayout
-from embedtrain.errors import ConfigError
+from embedtrain.errors import ConfigError, ModelError
 from embedtrain.planning.memory import (
     ClusterSpec,
     HostMemory,
@@ -81,7 +81,7 @@ def choose_layout(
     *,
     always_measure: bool = False,
 ) -> LayoutChoice:
-    """The layout of a training; raises ConfigError if `parallel.shard_size` is impossible.
+    """The layout of a training; raises ConfigError or ModelError if `parallel` asks for what is impossible.
 
     Options of the recipe are obeyed. Of the layouts that fit, the fastest according to `step_traffic` is chosen, or a
     simpler one that takes at most 3 % or 1 ms longer: replicated weights before sharded ones, sharded within nodes
@@ -94,14 +94,18 @@ def choose_layout(
     The memory of `cluster` is that of the rank that has the least. `always_measure` measures activations even if their
     upper bound, which needs no measurement, fits.
     """
-    layouts = list(_layouts(parallel, cluster, model))
+    if parallel.activation_checkpointing == SELECTIVE and model.allows_selective() is False:
+        raise ModelError(
+            f"parallel.activation_checkpointing={SELECTIVE} is impossible with {model.name}, whose layers change the "
+            "result of a product in place: set it to true, which recomputes all of a layer, or to false"
+        )
     bounded = model.bounded()
-    simplest = _candidate(layouts[0], parallel, cluster, bounded, work)
+    simplest = _candidate(next(_layouts(parallel, cluster, bounded)), parallel, cluster, bounded, work)
     if simplest.fits and simplest.caches_all and not always_measure:
         spec, qualifier = bounded, "at most "
     else:
         spec, qualifier = model, ""
-    candidates = [_candidate(layout, parallel, cluster, spec, work) for layout in layouts]
+    candidates = layout_candidates(parallel, cluster, spec, work)
     best = _best(candidates, cluster)
     remaining = [candidate for candidate in candidates if candidate is not best]
     reason = _reason(parallel, cluster, best, candidates, qualifier)
@@ -162,11 +166,11 @@ def mesh_shape(strategy: Strategy, parallel: ParallelConfig, ranks: int, per_nod
 
 def _layouts(parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec) -> Iterator[ParallelLayout]:
     """The layouts that the recipe allows, the simplest first."""
-    can_recompute = bool(model.weights.blocks)
+    recompute_choices: list[bool | str] = [False]
+    if model.weights.blocks:
+        recompute_choices += [SELECTIVE, True] if model.allows_selective() else [True]
     for offload in _values(parallel.cpu_offload, [False, True] if cluster.gpu else [False]):
-        for recompute in _values(
-            parallel.activation_checkpointing, [False, SELECTIVE, True] if can_recompute else [False]
-        ):
+        for recompute in _values(parallel.activation_checkpointing, recompute_choices):
             for strategy in _strategies(parallel, cluster):
                 replicate, shard = mesh_shape(strategy, parallel, cluster.ranks, cluster.per_node)
                 resharding = _values(parallel.reshard_after_forward, [False, True])

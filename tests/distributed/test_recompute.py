@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from embedtrain.config.recipe import SELECTIVE, ModelConfig, Pooling, Strategy
 from embedtrain.data.types import Chunk, Packing
-from embedtrain.distributed.sharding import _is_kept, recompute_activations
+from embedtrain.distributed.sharding import _policy, recompute_activations
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.formats.source import open_model_source
@@ -259,5 +260,70 @@ def test_kernels_that_are_kept():
         kernels._varlen_attn_backward.default,
         aten.native_layer_norm.default,
     ]
-    assert all(_is_kept(operation.name()) for operation in kept)
-    assert not any(_is_kept(operation.name()) for operation in recomputed)
+    result = torch.ones(2, 2)
+
+    def keeps(operation: Any, *args: Any, **kwargs: Any) -> bool:
+        return _policy(None, operation, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
+
+    assert all(map(keeps, kept))
+    assert not any(map(keeps, recomputed))
+    # With dropout, which the kernel draws: the draws of what is recomputed after it would be others.
+    for name in ("flash", "efficient", "cudnn"):
+        attention = getattr(aten, f"_scaled_dot_product_{name}_attention").default
+        assert keeps(attention, dropout_p=0.0)
+        assert not keeps(attention, dropout_p=0.1)
+    assert keeps(aten._unsafe_view.default, result, [1, 2, 2])
+    assert not keeps(aten._unsafe_view.default, result[None], [1, 1, 2, 2])
+
+
+class _Layer(nn.Module):
+    """A projection, and something like the attention of a GPU and dropout."""
+
+    def __init__(self, *, bias: bool, in_place: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=bias)
+        self.in_place = in_place
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.linear(hidden)
+        if self.in_place:
+            hidden *= 0.5
+        return hidden + nn.functional.dropout(_attention_with_dropout(hidden, 0.5).sin(), 0.5)
+
+
+@torch.library.custom_op("embedtrain_tests::attention", mutates_args=())
+def _attention_with_dropout(hidden: Tensor, dropout_p: float) -> Tensor:
+    return hidden * (torch.rand_like(hidden) >= dropout_p)
+
+
+def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    (result,) = ctx.saved_tensors
+    return gradient * (result != 0), None
+
+
+_attention_with_dropout.register_autograd(
+    _gradient, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output)
+)
+
+
+def gradient_of_layers(recompute: bool | str, *, bias: bool = True, in_place: bool = False) -> Tensor:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(_Layer(bias=bias, in_place=in_place) for _ in range(3))).double()
+    if recompute:
+        recompute_activations(layers, recompute)
+    layers(torch.randn(2, 3, 8, dtype=torch.float64)).square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in layers.parameters()])
+
+
+def test_draws_of_attention_are_repeated():
+    """A kernel of GPUs draws its dropout from the generator of all others."""
+    expected = gradient_of_layers(False)
+    assert all(gradient_of_layers(recompute).equal(expected) for recompute in (SELECTIVE, True))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_projection_that_is_changed_in_place(bias):
+    """Its result, which is kept, would be changed again."""
+    assert gradient_of_layers(True, bias=bias, in_place=True).equal(gradient_of_layers(False, bias=bias, in_place=True))
+    with pytest.raises(RuntimeError, match="mutated"):
+        gradient_of_layers(SELECTIVE, bias=bias, in_place=True)

@@ -3,14 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from embedtrain.commands.plan.compute import changes, largest_chunk
 from embedtrain.config.optim import OptimConfig, StateDtype
-from embedtrain.config.recipe import SELECTIVE, CheckpointConfig, GradientReduction, ParallelConfig, Strategy
-from embedtrain.errors import ConfigError
+from embedtrain.config.recipe import SELECTIVE, CheckpointConfig, GradientReduction, ParallelConfig, Precision, Strategy
+from embedtrain.errors import ConfigError, ModelError
 from embedtrain.planning.memory import ClusterSpec, StepWorkload
+from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.strategy import choose_encoding_layout, choose_layout, layout_candidates
-from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, spec_of
+from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built, spec_of
 from tests.small import small_model
 
 GIB = 2**30
@@ -301,3 +303,28 @@ def test_one_text_more_than_the_largest_chunk_does_not_fit():
 def test_gradient_reduction_of_the_recipe_is_obeyed(model, option, per_step):
     choice = choice_for(model, strategy=Strategy.fsdp, gradient_reduction=option)
     assert choice.reduce_per_step is per_step
+
+
+class _InPlace(nn.Linear):
+    def forward(self, hidden):
+        result = super().forward(hidden)
+        result *= 0.5
+        return result
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_that_change_a_product_in_place(bias):
+    """Selective recomputation would change it twice: it is not chosen, and rejected where it is asked for."""
+    encoder, blocks = built(small_model("xlm-roberta").config)
+    for block in blocks:
+        block.attention.self.query = _InPlace(32, 32, bias=bias, device="meta")
+    model = model_spec(encoder, blocks, precision=Precision.fp32, tokens_per_text=48, gpu=True)
+    found = {candidate.layout.activation_checkpointing for candidate in candidates_of(model)}
+    assert found == {False, True}
+    assert {candidate.layout.activation_checkpointing for candidate in candidates_of(TINY)} == {False, SELECTIVE, True}
+    with pytest.raises(ModelError, match="selective is impossible with XLMRoberta.* in place"):
+        choice_for(model, activation_checkpointing=SELECTIVE)
+
+
+def candidates_of(model):
+    return layout_candidates(ParallelConfig(strategy=Strategy.auto), cluster_of(), model, work_of())

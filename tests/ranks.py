@@ -8,7 +8,6 @@ gets a `World` as its first argument. What it raises is raised in the test with 
 Workers of a pool may have another device, which is installed before they import torch: see tests/pretend_cuda.
 """
 
-import gc
 import itertools
 import multiprocessing as mp
 import os
@@ -117,6 +116,7 @@ def _serve(pipe: Connection, open_device: Callable[[], Any] | None, nccl: bool) 
     import torch
     import torch.distributed as dist
 
+    from embedtrain.cli.in_process import free_process_groups
     from embedtrain.distributed.world import World, init_process_group
 
     torch.set_num_threads(1)
@@ -147,16 +147,5 @@ def _serve(pipe: Connection, open_device: Callable[[], Any] | None, nccl: bool) 
             answer = (False, f"{answer[1]}\nand the process group could not be ended:\n{traceback.format_exc()}")
         pipe.send(answer)
         if number % GROUPS_ALIVE == 0:
-            _free_groups()
-
-
-def _free_groups() -> None:
-    """Free the process groups of earlier calls.
-
-    Reference cycles and DTensor's cache keep them, and the thread of each gloo group wakes up a hundred times a second:
-    a hundred of them in every worker took a third of the CPU.
-    """
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
-    gc.collect()
+            # The threads of each group wake up a hundred times a second: a hundred groups took a third of the CPU.
+            free_process_groups()

@@ -30,8 +30,10 @@ import embedtrain.commands.evaluate
 import embedtrain.commands.mine
 from embedtrain import evaluate, export, load_encoder, mine, train
 from embedtrain.api import _group
+from embedtrain.cli.in_process import own_process_state
 from embedtrain.config.recipe import DataConfig
 from embedtrain.data.in_memory import InMemoryData
+from embedtrain.distributed.sharding import compile_blocks
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError
@@ -104,6 +106,15 @@ def process_state() -> dict[str, Any]:
         "errors": sys.excepthook,
         "python threads": {thread.name for thread in threading.enumerate() if thread.daemon} - {"Thread-1", "Thread-2"},
     }
+
+
+def test_settings_of_compilation_are_restored():
+    limit, lowering = torch._dynamo.config.recompile_limit, torch._functorch.config.force_non_lazy_backward_lowering
+    with own_process_state("train", quiet=True):
+        compile_blocks(torch.nn.Linear(1, 1))
+        assert torch._dynamo.config.recompile_limit > limit
+    assert torch._dynamo.config.recompile_limit == limit
+    assert torch._functorch.config.force_non_lazy_backward_lowering == lowering
 
 
 def test_one_process_trains_evaluates_mines_exports_and_encodes(model, tmp_path, capsys):

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from embedtrain.cli.entry import ignore_accelerate_environment
 from embedtrain.config.hydra_files import own_hydra_state
 from embedtrain.distributed.srun import set_ranks_from_srun
-from embedtrain.distributed.world import PROCESS_USE, World, joined_world
+from embedtrain.distributed.world import PROCESS_USE, World, forget_destroyed_groups, joined_world
 from embedtrain.inference.loading.load import QUIET_LOGGERS
 from embedtrain.utils.limits import explain_limits
 
@@ -26,9 +26,9 @@ from embedtrain.utils.limits import explain_limits
 def own_process_state(name: str, *, quiet: bool) -> Iterator[None]:
     """Run a block as the command `name`, and leave the process as it was.
 
-    The environment, the hook for errors, the random state of torch, warnings, the verbosity of libraries, Hydra's state
-    and the CUDA device are restored, and process groups that the block has left are freed. A `quiet` block prints
-    nothing on standard output. A ConfigError if another thread runs one.
+    The environment, the hook for errors, torch's random state and settings of compilation, warnings, the verbosity of
+    libraries, Hydra's state and the CUDA device are restored, and process groups that the block has left are freed. A
+    `quiet` block prints nothing on standard output. A ConfigError if another thread runs one.
     """
     with PROCESS_USE.of_call(name, may_wait=False), _restored_state(quiet=quiet):
         yield
@@ -40,6 +40,7 @@ def _restored_state(*, quiet: bool) -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in QUIET_LOGGERS}
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     excepthook = sys.excepthook  # which torch replaces with each process group
+    graphs, lowering = torch._dynamo.config.recompile_limit, torch._functorch.config.force_non_lazy_backward_lowering
     device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[] if device is None else [device]))
@@ -57,6 +58,9 @@ def _restored_state(*, quiet: bool) -> Iterator[None]:
                 del os.environ[name]
             os.environ.update(environment)
             sys.excepthook = excepthook
+            # As `compile_blocks` sets them; torch's own context managers change them for one thread.
+            torch._dynamo.config.recompile_limit = graphs
+            torch._functorch.config.force_non_lazy_backward_lowering = lowering
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
             transformers_logging.set_verbosity(verbosity)
@@ -74,6 +78,7 @@ def free_process_groups() -> None:
     Reference cycles and DTensor's cache (torch 2.11 to 2.15) keep them alive, and each group of gloo has threads.
     """
     debug._clear_sharding_prop_cache()
+    forget_destroyed_groups()
     gc.collect()
 
 

@@ -396,7 +396,7 @@ SELECTIVE = "selective"  # `parallel.activation_checkpointing` besides true and 
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """How the work is distributed over the ranks. None of these options changes the result."""
+    """How the work is distributed over the ranks. They change the result by rounding and dropout masks at most."""
 
     strategy: Strategy = Strategy.auto
     # hsdp: ranks per replica of the weights; default: those of one node

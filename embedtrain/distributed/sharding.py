@@ -269,7 +269,7 @@ def compile_blocks(encoder: nn.Module) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     torch._functorch.config.force_non_lazy_backward_lowering = True
     for block in blocks:
-        # Not its call, as in `_recompute`. The hooks of FSDP and of early exits stay outside of the graph.
+        # Not its call, as in `_recomputed`. The hooks of FSDP and of early exits stay outside of the graph.
         block.forward = _compiled(block.forward, type(block).__name__.removeprefix("FSDP"), failed)
     # Not inside compiled blocks, where a Python hook would break the graph at every linear layer.
     remove_guards(encoder)

@@ -395,7 +395,7 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     # Not after an error: destroying a group in which a rank is missing may wait for that rank.
     if watchdog is not None:
         watchdog.close()
-    dist.destroy_process_group()
+    _leave()
 
 
 @contextlib.contextmanager
@@ -408,7 +408,12 @@ def _single_rank(device: torch.device, backend: str) -> Iterator[World]:
         with _current(world), explain_out_of_memory(device):
             yield world
     finally:
-        dist.destroy_process_group()
+        _leave()
+
+
+def _leave() -> None:
+    dist.destroy_process_group()
+    _device_groups.clear()
 
 
 def _world_of_caller(local_rank: int, local_size: int, device: torch.device, backend: str) -> World:
@@ -506,6 +511,13 @@ def init_process_group(
 _device_groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
 
 
+def forget_destroyed_groups() -> None:
+    """Let go of groups that were destroyed by who made the process group, which this module did not see."""
+    existing = process_groups()
+    for known in [known for known, group in _device_groups.items() if group not in existing]:
+        del _device_groups[known]
+
+
 def device_group(
     device: torch.device, parts: Sequence[Sequence[int]], name: str, *, in_host_memory: bool = False
 ) -> dist.ProcessGroup:
@@ -525,9 +537,7 @@ def device_group(
     if len(parts) == 1:
         return default
     key = (device, tuple(map(tuple, parts)), name, in_host_memory)
-    existing = process_groups()
-    for known in [known for known, group in _device_groups.items() if group not in existing]:
-        del _device_groups[known]  # of a process group that has been destroyed
+    forget_destroyed_groups()
     if key in _device_groups:
         return _device_groups[key]
     backend = dict(part.split(":") for part in dist.get_backend_config().split(","))[device.type]

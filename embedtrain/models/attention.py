@@ -125,7 +125,6 @@ def choose_flash_attention(device: torch.device, head_sizes: Iterable[int]) -> s
         or importlib.util.find_spec("flash_attn_interface") is None
     ):
         return None
-    selected = current_flash_attention_impl()
     try:
         use_flash_attention(FLASH_ATTENTION_3)
         for size in head_sizes:
@@ -133,22 +132,34 @@ def choose_flash_attention(device: torch.device, head_sizes: Iterable[int]) -> s
     except Exception:  # a package for another version of torch or CUDA, or built without some sizes of heads
         return None
     finally:
-        use_flash_attention(selected)
+        use_flash_attention(None)
     return FLASH_ATTENTION_3
+
+
+# What `use_flash_attention` has selected: what had been selected before, by the user's own program for example.
+_replaced: dict[str | None, str | None] = {}
 
 
 def use_flash_attention(name: str | None) -> None:
     """Select a model's kernel, by the name of `choose_flash_attention`, for the passes that follow in this process.
 
+    None leaves what the program itself has selected, torch's default otherwise.
+
     torch has one selection for all models, which padded texts have as well, and FlashAttention 3 raises for dropout. So
     each encoder selects its own before a pass, which costs nothing while all have the same.
     """
-    if current_flash_attention_impl() == name:
+    current = current_flash_attention_impl()
+    before = _replaced.get(current, current)
+    wanted = before if name is None else name
+    if current == wanted:
         return
-    if name is None:
+    _replaced.clear()
+    if name is not None:
+        _replaced[name] = before
+    if wanted is None:
         restore_flash_attention_impl(_raise_warn=False)  # no public way is silent, as of torch 2.15
     else:
-        activate_flash_attention_impl(name)
+        activate_flash_attention_impl(wanted)
 
 
 def flash_attention(

@@ -422,7 +422,8 @@ def _shared_mask(packing: Packing, length: int, reach: int, causal: bool, device
     A layer that is recomputed there must not compute a mask which it found in the cache before: selective recomputation
     counts operations.
     """
-    if length > _MAX_CACHED_LENGTH:
+    # Within a transform of torch.func the mask is a wrapper of it, which would be dead when it is next used.
+    if length > _MAX_CACHED_LENGTH or torch._C._functorch.peek_interpreter_stack() is not None:
         return _window_mask.__wrapped__(length, reach, causal, device)
     key = length, reach, causal
     if key not in packing.masks:

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.attention import current_flash_attention_impl
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from embedtrain.config.losses import InfoNCEConfig, Similarity
@@ -91,6 +97,24 @@ def test_flash_attention_3(cuda_ranks, tmp_path: Path, source, capability, deter
         (tmp_path / "flash_attn_interface.py").write_text(source)
     (answer,) = cuda_ranks(1, chosen, tmp_path, capability, deterministic)
     assert answer == [name, None, name]
+
+
+def beside_a_selection(world: World, package: Path) -> list[str | None]:
+    """What torch says in a program with a selection of its own, when encoders select theirs."""
+    said = []
+    with installed(package):
+        register_flash_attention_impl("OWN", register_fn=lambda: SimpleNamespace(remove=lambda: None))
+        activate_flash_attention_impl("OWN")
+        for name in (None, "FA3", "FA3", None, None):
+            use_flash_attention(name)
+            said.append(current_flash_attention_impl())
+        restore_flash_attention_impl(_raise_warn=False)
+    return said
+
+
+def test_the_selection_of_the_program_remains(cuda_ranks, tmp_path: Path):
+    (tmp_path / "flash_attn_interface.py").write_text(PACKAGE)
+    assert cuda_ranks(1, beside_a_selection, tmp_path) == [["OWN", "FA3", "FA3", "OWN", "OWN"]]
 
 
 def kernels_of_a_step(

@@ -322,7 +322,7 @@ def test_layers_that_change_a_product_in_place(bias):
     found = {candidate.layout.activation_checkpointing for candidate in candidates_of(model)}
     assert found == {False, True}
     assert {candidate.layout.activation_checkpointing for candidate in candidates_of(TINY)} == {False, SELECTIVE, True}
-    with pytest.raises(ModelError, match="selective is impossible with XLMRoberta.* in place"):
+    with pytest.raises(ModelError, match=r"selective is impossible with XLMRoberta.* in place"):
         choice_for(model, activation_checkpointing=SELECTIVE)
 
 

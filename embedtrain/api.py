@@ -49,7 +49,7 @@ StrPath = str | PathLike[str]
 
 
 @dataclass(kw_only=True)
-class EncoderOptions(EncodeOptions, ShardOptions, PrecisionOptions, RankOptions):
+class EncoderOptions(RankOptions, PrecisionOptions, ShardOptions, EncodeOptions):
     """Options of `embedtrain.load_encoder`."""
 
 

@@ -47,7 +47,7 @@ class LayerSelection(str, Enum):
 
 
 @dataclass(kw_only=True)
-class PruneOptions(ModelOptions, KindOptions, PoolingOptions, WrittenModelOptions):
+class PruneOptions(WrittenModelOptions, PoolingOptions, KindOptions, ModelOptions):
     """Options of `python -m embedtrain prune`."""
 
     keep: int | None = option(None, at_least=1, hint="leave it out with layers")  # number of layers to keep

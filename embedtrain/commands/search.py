@@ -50,14 +50,14 @@ HELP = """embedtrain search: find texts with a model
 
 @dataclass(kw_only=True)
 class SearchOptions(
-    ModelOptions,
-    KindOptions,
-    PoolingOptions,
-    SimilarityOptions,
-    RerankOptions,
-    IndexOptions,
-    ChunkOptions,
     PrecisionOptions,
+    ChunkOptions,
+    IndexOptions,
+    RerankOptions,
+    SimilarityOptions,
+    PoolingOptions,
+    KindOptions,
+    ModelOptions,
 ):
     """Options of `python -m embedtrain search`."""
 

@@ -59,14 +59,14 @@ class VectorType(str, Enum):
 
 @dataclass(kw_only=True)
 class VectorsOptions(
-    EncodeOptions,
-    RowsOptions,
-    OutputOptions,
-    DimsOptions,
-    ErrorOptions,
-    ShardOptions,
-    FastPrecisionOptions,
     RankOptions,
+    FastPrecisionOptions,
+    ShardOptions,
+    ErrorOptions,
+    DimsOptions,
+    OutputOptions,
+    RowsOptions,
+    EncodeOptions,
 ):
     """Options of `python -m embedtrain vectors`."""
 

@@ -1,4 +1,8 @@
-"""Options that several commands have, each written once: a command's dataclass inherits those that it needs."""
+"""Options that several commands have, each written once: a command's dataclass inherits those that it needs.
+
+A command lists its bases from the least important to the most important one, because a dataclass has the fields of its
+last base first, and help and errors name options in the order of the fields.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +50,7 @@ class ModelPathOptions:
 
 
 @dataclass(kw_only=True)
-class ModelOptions(ModelPathOptions, TrustOptions):
+class ModelOptions(TrustOptions, ModelPathOptions):
     """A model, and whether its code is trusted."""
 
     revision: str | None = option(None, is_revision=True)  # a commit, tag or branch of the model's Hub repository
@@ -107,7 +111,7 @@ class SimilarityOptions:
 
 
 @dataclass(kw_only=True)
-class EncodeOptions(ModelOptions, KindOptions, PoolingOptions, SimilarityOptions, TextOptions):
+class EncodeOptions(TextOptions, SimilarityOptions, PoolingOptions, KindOptions, ModelOptions):
     """A model that encodes texts, and everything that changes its vectors."""
 
     adapter: str | None = option(None, is_input=True)  # a LoRA adapter in PEFT's format: directory or Hub id
@@ -166,7 +170,7 @@ class DataOptions:
 
 
 @dataclass(kw_only=True)
-class RowsOptions(DataOptions, CacheOptions):
+class RowsOptions(CacheOptions, DataOptions):
     """Training rows that are prepared once."""
 
 
@@ -277,7 +281,7 @@ class CheckOptions:
 
 
 @dataclass(kw_only=True)
-class WrittenModelOptions(OutputOptions, CheckOptions):
+class WrittenModelOptions(CheckOptions, OutputOptions):
     """A model directory that is written like those it is made from."""
 
     # in which the weights are written; source: the widest type of the models, fp32 of a static one

@@ -29,15 +29,15 @@ Options = TypeVar("Options", bound="RowSearchOptions")
 
 @dataclass(kw_only=True)
 class RowSearchOptions(
-    EncodeOptions,
-    RowsOptions,
-    CorpusOptions,
-    OutputOptions,
-    InstructionOptions,
-    IndexOptions,
-    ShardOptions,
-    FastPrecisionOptions,
     RankOptions,
+    FastPrecisionOptions,
+    ShardOptions,
+    IndexOptions,
+    InstructionOptions,
+    OutputOptions,
+    CorpusOptions,
+    RowsOptions,
+    EncodeOptions,
 ):
     """The options that `mine` and `filter` have in common."""
 

@@ -70,16 +70,16 @@ class CalibrationHead(str, Enum):
 
 @dataclass(kw_only=True)
 class CalibrateOptions(
-    ModelOptions,
-    KindOptions,
-    PoolingOptions,
-    DataOptions,
-    DocumentOptions,
-    OutputOptions,
-    DimsOptions,
-    ShardOptions,
-    PrecisionOptions,
     RankOptions,
+    PrecisionOptions,
+    ShardOptions,
+    DimsOptions,
+    OutputOptions,
+    DocumentOptions,
+    DataOptions,
+    PoolingOptions,
+    KindOptions,
+    ModelOptions,
 ):
     """Options of `python -m embedtrain calibrate`."""
 

@@ -31,7 +31,7 @@ checked is that of output_dir, by default runs.
 
 
 @dataclass(kw_only=True)
-class DoctorOptions(OutputOptions, CacheOptions, JsonOptions):
+class DoctorOptions(JsonOptions, CacheOptions, OutputOptions):
     """Options of `python -m embedtrain doctor`."""
 
     quick: bool = False  # no bandwidth, no disk speed, no request to the Hub

@@ -84,7 +84,7 @@ Metrics are printed, and added to metrics.jsonl in runs/evaluate or output_dir."
 
 @dataclass(kw_only=True)
 class EvaluateOptions(
-    EncodeOptions, RerankOptions, SetOptions, IndexOptions, OutputOptions, ShardOptions, PrecisionOptions, RankOptions
+    RankOptions, PrecisionOptions, ShardOptions, OutputOptions, IndexOptions, SetOptions, RerankOptions, EncodeOptions
 ):
     """Options of `python -m embedtrain evaluate`."""
 

@@ -27,7 +27,7 @@ _TASK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 @dataclass(kw_only=True)
-class ExportOptions(KindOptions, PoolingOptions, BaseOptions, SetOptions, UploadOptions):
+class ExportOptions(UploadOptions, SetOptions, BaseOptions, PoolingOptions, KindOptions):
     """Options of `python -m embedtrain export`."""
 
     run: str = option("", is_input=True)  # output_dir of a run; this or adapters

@@ -31,7 +31,7 @@ rows, and of corpus. The same command resumes, on any number of ranks.
 
 
 @dataclass(kw_only=True)
-class FilterOptions(RowSearchOptions, SeedOptions):
+class FilterOptions(SeedOptions, RowSearchOptions):
     """Options of `python -m embedtrain filter`."""
 
     # A positive is kept if at most keep_rank - 1 documents score higher, other positives of its query and documents

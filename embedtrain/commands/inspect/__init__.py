@@ -48,7 +48,7 @@ The exit code is 0 where every row can be used, and 1 where one cannot.
 
 
 @dataclass(kw_only=True)
-class InspectOptions(ModelOptions, KindOptions, PoolingOptions, RowsOptions, TextOptions, InstructionOptions):
+class InspectOptions(InstructionOptions, TextOptions, RowsOptions, PoolingOptions, KindOptions, ModelOptions):
     """Options of `python -m embedtrain inspect`."""
 
     for_loss: str = "infonce"  # the loss to train with: some need scores, classes or embeddings

@@ -105,7 +105,7 @@ class PartWeights:
 
 
 @dataclass(kw_only=True)
-class FindOptions(SetOptions, ChunkOptions, PrecisionOptions):
+class FindOptions(PrecisionOptions, ChunkOptions, SetOptions):
     """The options `find.*`: weights that are chosen on evaluation sets, with one model in memory."""
 
     method: SearchMethod | None = None  # null: `weights`, or equal ones
@@ -119,7 +119,7 @@ class FindOptions(SetOptions, ChunkOptions, PrecisionOptions):
 
 
 @dataclass(kw_only=True)
-class MergeOptions(KindOptions, PoolingOptions, BaseOptions, WrittenModelOptions, UploadOptions, RankOptions):
+class MergeOptions(RankOptions, UploadOptions, WrittenModelOptions, BaseOptions, PoolingOptions, KindOptions):
     """Options of `python -m embedtrain merge`."""
 
     # Model directories, output_dirs of runs (their model/, else their newest checkpoint), checkpoints/step-N of runs,

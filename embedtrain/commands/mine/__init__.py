@@ -57,7 +57,7 @@ class MarginReference(str, Enum):
 
 
 @dataclass(kw_only=True)
-class MineOptions(RowSearchOptions, SeedOptions):
+class MineOptions(SeedOptions, RowSearchOptions):
     """Options of `python -m embedtrain mine`."""
 
     negatives: int = option(15, at_least=1)  # maximum per row, including those that it keeps

@@ -45,7 +45,7 @@ The exit code is 0 if the training fits in memory, and 1 if it does not.
 
 
 @dataclass(kw_only=True)
-class PlanOptions(IndexOptions, JsonOptions):
+class PlanOptions(JsonOptions, IndexOptions):
     """Options of `python -m embedtrain plan`; further options on its command line are the recipe's."""
 
     gpus: int = option(8, at_least=1)  # total number of GPUs

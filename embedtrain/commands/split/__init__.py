@@ -44,7 +44,7 @@ class DevCorpus(str, Enum):
 
 
 @dataclass(kw_only=True)
-class SplitOptions(RowsOptions, OutputOptions, ErrorOptions, SeedOptions):
+class SplitOptions(SeedOptions, ErrorOptions, OutputOptions, RowsOptions):
     """Options of `python -m embedtrain split`."""
 
     # queries to hold out, with all rows that share a query or a positive with them

@@ -36,7 +36,7 @@ Train it further as any model:
 
 @dataclass(kw_only=True)
 class StaticOptions(
-    ModelOptions, KindOptions, PoolingOptions, WrittenModelOptions, ShardOptions, PrecisionOptions, RankOptions
+    RankOptions, PrecisionOptions, ShardOptions, WrittenModelOptions, PoolingOptions, KindOptions, ModelOptions
 ):
     """Options of `python -m embedtrain static`."""
 

@@ -32,7 +32,7 @@ same outputs.
 
 
 @dataclass(kw_only=True)
-class TrimOptions(ModelOptions, KindOptions, PoolingOptions, RowsOptions, CorpusOptions, WrittenModelOptions):
+class TrimOptions(WrittenModelOptions, CorpusOptions, RowsOptions, PoolingOptions, KindOptions, ModelOptions):
     """Options of `python -m embedtrain trim`."""
 
     # maximum number of tokens to keep, the most frequent ones; null: no maximum

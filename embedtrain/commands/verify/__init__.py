@@ -46,7 +46,7 @@ HELP = """embedtrain verify: whether libraries and servers compute what a model 
 
 
 @dataclass(kw_only=True)
-class VerifyOptions(ModelPathOptions, KindOptions, PoolingOptions):
+class VerifyOptions(PoolingOptions, KindOptions, ModelPathOptions):
     """Options of `python -m embedtrain verify`."""
 
     # Of sentence_transformers, transformers, onnxruntime, fastembed, transformers_js, vllm, llama_cpp, infinity_emb,

@@ -20,6 +20,7 @@ MODELS = {
     **{name: (name, ()) for name in ("XLM-R-base", *LARGER)},
     "Qwen3-4B, LoRA": ("Qwen3-4B", ("model.lora.rank=16",)),
     "Qwen3-4B, moments in bf16": ("Qwen3-4B", ("optim.state_dtype=bf16", "optim.betas=[0.9,0.99]")),
+    "Qwen3-4B, moments in int8": ("Qwen3-4B", ("optim.state_dtype=int8",)),
 }
 HEADER = ("model", "strategy", "memory, GiB", "tokens of a step that are encoded once", "largest chunk_tokens",
           "a step, s")  # fmt: skip

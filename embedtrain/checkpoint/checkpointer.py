@@ -4,12 +4,12 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +22,13 @@ from embedtrain import __version__
 from embedtrain.checkpoint.snapshot import (
     AVERAGE,
     OPTIMIZER,
+    SCALES,
     WEIGHTS,
     Snapshot,
     Staging,
     checkpointed_weights,
+    decode_moment,
+    encode_moment,
     live_snapshot,
     optimizer_tensors,
 )
@@ -55,6 +58,7 @@ from embedtrain.checkpoint.tensor_files import (
     tensor_files,
     write_local_shards,
 )
+from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
 from embedtrain.distributed.device import thread_initializer
 from embedtrain.distributed.sharding import row_range
@@ -65,6 +69,7 @@ from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact, Unr
 from embedtrain.utils.files import directory_size, remove_tree
 from embedtrain.utils.formatting import format_bytes
 
+_T = TypeVar("_T")
 _MAX_MESSAGES = 10  # about directories that are skipped
 
 
@@ -245,12 +250,12 @@ class Checkpointer:
         keep, every = max(1, self.config.keep - 1), self.config.keep_every
         return prunable(self.root, self._newest, keep, every=every, protected=_protected(state))
 
-    def require_disk_space(self, trained: nn.Module, total_steps: int, state_bytes: int = 8) -> str:
+    def require_disk_space(self, trained: nn.Module, total_steps: int, optim: OptimConfig) -> str:
         """When checkpoints are saved, and the disk space that they need, for the user; a warning if it is not free.
 
         Raises ConfigError on every rank if the run would exceed `checkpoint.max_disk_gb`.
         """
-        size = checkpoint_bytes(trained, self.config.contents, state_bytes)
+        size = checkpoint_bytes(trained, self.config.contents, optim)
         require_disk_limit(self.config, size, total_steps)
         count = max_checkpoints_on_disk(self.config, total_steps)
         with self.world.fail_together("looking for disk space"):
@@ -368,14 +373,36 @@ def read_tensors(
     _read_into(optimizer_tensors(trained, optimizer), checkpoint, OPTIMIZER)
 
 
+# Elements of a moment that are encoded at a time.
+_ENCODED = 1 << 22
+
+
 def _read_into(tensors: Mapping[str, Tensor], checkpoint: Checkpoint, kind: str) -> None:
+    """Read this rank's rows. Moments that only one of both has in 8 bits are encoded or decoded."""
     with checkpoint.tensors(kind) as reader, torch.no_grad():
-        require_fit(checkpoint.path, tensors, reader.specs)
-        for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            start, end = row_range(tensor)
-            for first, rows in reader.rows(name, start, end):
-                (local[first - start : first - start + len(rows)] if local.dim() else local).copy_(rows)
+        both = tensors.keys() & reader.specs.keys()
+        recoded = {name for name in tensors.keys() ^ reader.specs.keys() if name.removesuffix(SCALES) in both}
+        require_fit(checkpoint.path, _without(tensors, recoded), _without(reader.specs, recoded))
+        for name in both:
+            scales, (start, end) = name + SCALES, row_range(tensors[name])
+            count = max(1, _ENCODED // tensors[name].shape[1] if scales in recoded else end - start)
+            for low in range(start, end, count):
+                for first, rows in reader.rows(name, low, min(low + count, end)):
+                    read = {name: rows}
+                    if scales in recoded & tensors.keys():
+                        block = rows.shape[1] // tensors[scales].shape[1]
+                        read[name], read[scales] = encode_moment(rows.float(), block, tensors[name].dtype)
+                    elif scales in recoded:
+                        ((_, of_rows),) = reader.rows(scales, first, first + len(rows))
+                        read[name] = decode_moment(rows, of_rows)
+                    for key, part in read.items():
+                        tensor = tensors[key]
+                        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                        (local[first - start : first - start + len(part)] if local.dim() else local).copy_(part)
+
+
+def _without(mapping: Mapping[str, _T], names: Set[str]) -> dict[str, _T]:
+    return {name: value for name, value in mapping.items() if name not in names}
 
 
 def _phase(state: Mapping[str, Any]) -> str:

@@ -1,5 +1,10 @@
-"""This rank's shards of a model and its optimizer at one step, and their copies for asynchronous saves."""
+"""This rank's shards of a model and its optimizer at one step, and their copies for asynchronous saves.
 
+Moments of 8 bits are codes and scales, as torch's own tensors (`encode_moment`), so that checkpoints store them, and
+any number of ranks shards them, like weights.
+"""
+
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast, runtime_checkable
@@ -117,6 +122,54 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
+
+
+SCALES = "_scales"  # behind the name of a moment: the name of its scales, if it is stored in 8 bits
+SIGNED, UNSIGNED = torch.int8, torch.uint8  # types of the codes of the first moment, and of the second one
+_DECADES = 7
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@functools.cache
+def _code_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """The sorted numbers from -1 or 0 to 1 that codes stand for, the bounds between them, and the index of 0.
+
+    Each decade has twice as many numbers as the one below: dynamic tree quantisation (Dettmers, "8-bit Approximations
+    for Parallelism in Deep Learning", 2015), here with 0 and 1 (and -1), so that encoding again changes no code.
+    """
+    decades = [
+        10.0 ** (decade - _DECADES + 1)
+        * torch.linspace(0.1, 1, 2 ** (decade + (dtype is UNSIGNED)) + 1, dtype=torch.float64)[1:]
+        for decade in range(_DECADES)
+    ]
+    positive, zero = torch.cat(decades), torch.zeros(1, dtype=torch.float64)
+    values = torch.cat([zero, positive] if dtype is UNSIGNED else [-positive.flip(0), zero, positive])
+    bounds = (values[1:] + values[:-1]) / 2
+    if dtype is UNSIGNED:
+        # A second moment that became 0 beside a first one that did not would make an update as large as 1 / optim.eps.
+        bounds[0] = 0
+    return values.float().to(device), bounds.float().to(device), len(values) - len(positive) - 1
+
+
+def encode_moment(moment: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes [n, D] of type `dtype`, and fp32 scales [n, D / block], of a moment [n, D] in fp32.
+
+    The scale is the largest magnitude of a block, and a code the nearest number relative to it (Dettmers et al., "8-bit
+    Optimizers via Block-wise Quantization", 2021).
+    """
+    _, bounds, zero = _code_values(dtype, moment.device)
+    blocks = moment.unflatten(1, (-1, block))
+    scales = blocks.abs().amax(-1)
+    codes = torch.bucketize(blocks / scales.clamp(min=_TINY).unsqueeze(-1), bounds, out_int32=True)
+    return (codes - zero).to(dtype).flatten(1), scales
+
+
+def decode_moment(codes: Tensor, scales: Tensor) -> Tensor:
+    """The moment [n, D] in fp32 of codes [n, D] and scales [n, D / block]."""
+    values, _, zero = _code_values(codes.dtype, codes.device)
+    blocks = values[codes.int() + zero].unflatten(1, (scales.shape[1], -1))
+    moment: Tensor = (blocks * scales.unsqueeze(-1)).flatten(1)
+    return moment
 
 
 class Staging:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from embedtrain.checkpoint.snapshot import AVERAGE, OPTIMIZER, WEIGHTS, checkpointed_weights
 from embedtrain.checkpoint.tensor_files import TensorReader
+from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents, CheckpointLayout, WeightsOf
 from embedtrain.config.saved_recipe import current_identity, current_recipe
 from embedtrain.errors import CheckpointError, ConfigError
@@ -287,14 +288,15 @@ def prunable(root: Path, newest: int, keep: int, *, every: int, protected: set[i
     return [path for step, path in steps if step not in retained]
 
 
-def checkpoint_bytes(trained: nn.Module, contents: CheckpointContents, state_bytes: int = 8) -> int:
-    """Bytes of the tensors of a checkpoint with `state_bytes` of the optimizer for each trained weight.
+def checkpoint_bytes(trained: nn.Module, contents: CheckpointContents, optim: OptimConfig) -> int:
+    """Bytes of the tensors of a checkpoint with this optimizer, at most.
 
     Headers and manifest are negligible.
     """
     total: int = sum(_num_bytes(tensor) for tensor in checkpointed_weights(trained).values())
     if contents is CheckpointContents.all:
-        total += state_bytes * sum(p.numel() for p in trained.parameters() if p.requires_grad)
+        state = (p.numel() * optim.state_bytes(p.shape) for p in trained.parameters() if p.requires_grad)
+        total += math.ceil(sum(state))
     return total
 
 

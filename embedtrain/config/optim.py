@@ -1,6 +1,7 @@
 """Options of the optimizer and of the learning rate as a function of the step, with their checks."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -8,6 +9,9 @@ from embedtrain.config.options import Effect, check_values, option
 from embedtrain.config.validation import OptionChecks
 
 MAX_BETA2_OF_BF16 = 0.99
+# Elements of a row that share a scale in moments of 8 bits. Scales of smaller blocks would take as much as is saved.
+MAX_BLOCK, MIN_BLOCK = 256, 64
+_SCALE_BYTES = 4
 
 
 class ScheduleKind(str, Enum):
@@ -51,7 +55,15 @@ class OptimizerName(str, Enum):
 
 
 class StateDtype(str, Enum):
-    """The type of the moments, or of the matrix products of muon."""
+    """The type of the moments."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    int8 = "int8"
+
+
+class MuonDtype(str, Enum):
+    """The type of the matrix products of muon."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -90,9 +102,11 @@ class OptimConfig:
     weight_decay: float = option(0.01, at_least=0)  # of matrices; biases and norms are not decayed
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # decay rates of the two moments
     eps: float = option(1e-8, above=0)  # added to the root of the second moment
-    state_dtype: StateDtype = StateDtype.fp32  # of the moments; bf16 halves their memory and needs betas=[0.9,0.99]
+    # Of the moments. bf16 halves their memory and needs betas=[0.9,0.99]; int8 leaves a quarter of it: codes of 8 bits
+    # with a scale for each block of a row.
+    state_dtype: StateDtype = StateDtype.fp32
     momentum: float = 0.95  # of muon
-    muon_dtype: StateDtype = StateDtype.fp32  # of muon's products of matrices; bf16 depends on the kernel of the device
+    muon_dtype: MuonDtype = MuonDtype.fp32  # of muon's products of matrices; bf16 depends on the kernel of the device
     # norm of the gradient of the whole model; null: no clipping
     max_grad_norm: float | None = option(1.0, above=0, hint="null switches clipping off")
     schedule: ScheduleKind = ScheduleKind.linear
@@ -113,17 +127,32 @@ class OptimConfig:
     )
     groups: list[ParameterGroup] = field(default_factory=list)  # of each parameter the first that matches
 
-    @property
-    def state_bytes(self) -> tuple[int, int]:
-        """Bytes of moments and of `ema` for each trained weight: of matrices of blocks, and of other parameters."""
-        size, average = 4 if self.state_dtype is StateDtype.fp32 else 2, 0 if self.ema is None else 4
-        match self.name:
-            case OptimizerName.lion:
-                return size + average, size + average
-            case OptimizerName.muon:
-                return size + average, 2 * size + average
+    def state_bytes(self, shape: Sequence[int], *, in_block: bool = False) -> float:
+        """Bytes of moments and of `ema` for each weight of a trained parameter; `in_block`: it is one of a block."""
+        is_muon = self.name is OptimizerName.muon and in_block and len(shape) == 2
+        moments = 1 if is_muon or self.name is OptimizerName.lion else 2
+        return moments * self._moment_bytes(shape) + (0 if self.ema is None else 4)
+
+    def _moment_bytes(self, shape: Sequence[int]) -> float:
+        match self.state_dtype:
+            case StateDtype.bf16:
+                return 2
+            case StateDtype.int8 if (block := block_size(shape)) is not None:
+                return 1 + _SCALE_BYTES / block
             case _:
-                return 2 * size + average, 2 * size + average
+                return 4
+
+
+def block_size(shape: Sequence[int]) -> int | None:
+    """How many elements of a row share a scale in moments of 8 bits; None: such a parameter's moments stay fp32.
+
+    Blocks divide a row, because ranks and checkpoints hold whole rows. Biases, norms and matrices with short rows, such
+    as the second one of LoRA, have no blocks.
+    """
+    if len(shape) != 2:
+        return None
+    columns = shape[1]
+    return next((size for size in range(min(MAX_BLOCK, columns), MIN_BLOCK - 1, -1) if columns % size == 0), None)
 
 
 def check_optim(optim: OptimConfig) -> None:
@@ -135,7 +164,7 @@ def check_optim(optim: OptimConfig) -> None:
         "must be two numbers from 0 to below 1, such as [0.9,0.999]",
     )
     check.require(
-        optim.state_dtype is StateDtype.fp32 or optim.betas[1] <= MAX_BETA2_OF_BF16,
+        optim.state_dtype is not StateDtype.bf16 or optim.betas[1] <= MAX_BETA2_OF_BF16,
         "betas",
         f"optim.state_dtype=bf16 rounds changes of a moment below 1/512 away, so the second one must be at most "
         f"{MAX_BETA2_OF_BF16}, such as [0.9,0.99]",

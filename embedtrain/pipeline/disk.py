@@ -23,7 +23,7 @@ _DTYPE_BYTES = {ExportDtype.fp32: 4, ExportDtype.bf16: 2, ExportDtype.fp16: 2}
 def disk_of_training(recipe: Recipe, meta: MetaEncoder) -> int:
     """Bytes of the checkpoints that a training has on the disk at a time, and of the model that it exports."""
     config = recipe.checkpoint
-    size = checkpoint_bytes(meta.encoder, config.contents, max(recipe.optim.state_bytes))
+    size = checkpoint_bytes(meta.encoder, config.contents, recipe.optim)
     if recipe.train.steps is not None:
         count = max_checkpoints_on_disk(config, recipe.train.steps)
     else:  # how many steps an epoch has depends on the data

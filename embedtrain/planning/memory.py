@@ -277,9 +277,11 @@ def _pinned_bytes(size: int) -> int:
 
 def _state_bytes(model: ModelSpec, optim: OptimConfig) -> float:
     """Bytes of moments and of the average of all weights."""
-    in_blocks = sum(block.trained for block in model.weights.blocks)
-    of_block, elsewhere = optim.state_bytes
-    return float(of_block * in_blocks + elsewhere * (model.weights.trained - in_blocks))
+    return sum(
+        count * of.elements * optim.state_bytes(of.shape, in_block=of.in_block)
+        for of, count in model.weights.shapes.items()
+        if of.trained
+    )
 
 
 def encoding_memory(model: ModelSpec, layout: ParallelLayout, tokens: int) -> MemoryUse:

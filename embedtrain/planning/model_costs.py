@@ -10,6 +10,7 @@ compute.
 import contextlib
 import copy
 import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -314,13 +315,19 @@ class ParameterGroup:
 class ParameterShape:
     """The shape of a parameter, as sharding divides it."""
 
-    rows: int
+    shape: tuple[int, ...]
     row_bytes: int  # of storage
     trained: bool
+    in_block: bool
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     def shard_bytes(self, shards: int) -> int:
         """Bytes of the largest of so many shards."""
-        return -(-self.rows // shards) * self.row_bytes
+        return -(-self.shape[0] // shards) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +424,7 @@ def model_spec(
     grouped = {id(p) for block in blocks for p in block.parameters()}
     separate = [p for embedding in embeddings for p in embedding.parameters() if id(p) not in grouped]
     grouped |= {id(p) for p in separate}
+    of_blocks = {id(p) for block in blocks for p in block.parameters()}
     frozen: Counter[str] = Counter()
     for parameter in encoder.parameters():
         if not parameter.requires_grad:
@@ -435,7 +443,7 @@ def model_spec(
         lookup_elements=sum(lookups),
         frozen_by_dtype=dict(frozen),
         buffers=buffers + sum(layer.num_bytes for _, layer in four_bit_layers(encoder)),
-        shapes=Counter(_shape(parameter) for parameter in encoder.parameters()),
+        shapes=Counter(_shape(p, in_block=id(p) in of_blocks) for p in encoder.parameters()),
     )
 
     @functools.cache
@@ -495,9 +503,10 @@ def _group(parameters: Iterable[Tensor]) -> ParameterGroup:
     return ParameterGroup(trained, frozen, size)
 
 
-def _shape(parameter: Tensor) -> ParameterShape:
+def _shape(parameter: Tensor, *, in_block: bool) -> ParameterShape:
     size = _MASTER_BYTES if parameter.requires_grad else parameter.dtype.itemsize
-    return ParameterShape(len(parameter), size * (parameter.numel() // max(1, len(parameter))), parameter.requires_grad)
+    row_bytes = size * (parameter.numel() // max(1, len(parameter)))
+    return ParameterShape(tuple(parameter.shape), row_bytes, parameter.requires_grad, in_block)
 
 
 # Length of texts if neither the recipe nor the model directory sets one.

@@ -86,8 +86,8 @@ def choose_layout(
     Options of the recipe are obeyed. Of the layouts that fit, the fastest according to `step_traffic` is chosen, or a
     simpler one that takes at most 3 % or 1 ms longer: replicated weights before sharded ones, sharded within nodes
     before over all ranks, without activation checkpointing before selective one, that before all activations. CPU
-    offload is chosen if nothing else fits, and bf16 moments are advised before. If none fits, the one that exceeds the
-    memory of a rank or a node by the smallest factor is chosen. A fixed order is no substitute for the times, which
+    offload is chosen if nothing else fits, and smaller moments are advised before. If none fits, the one that exceeds
+    the memory of a rank or a node by the smallest factor is chosen. A fixed order is no substitute for the times, which
     `plan` prints as well: a billion replicated weights fit, but with few rows per rank a step waits longer for their
     all-reduce than sharding takes.
 
@@ -298,34 +298,33 @@ def _advice(
     )
 
 
-def bf16_moments(
+def smaller_moments(
     parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec, work: StepWorkload
 ) -> tuple[str, LayoutCandidate] | None:
-    """The options with which moments are in bf16, and the best layout that fits with them without CPU offload.
+    """The options with which moments take less, and the best layout that fits with them without CPU offload.
 
-    None if there is none, or if moments are smaller already. They change what is learned, so they are advised and never
-    chosen.
+    bf16 if that is enough, else int8. None if neither is, or if moments are as small already. They change what is
+    learned, so they are advised and never chosen.
     """
-    optim = work.optim
-    if optim.state_dtype is not StateDtype.fp32:
-        return None
-    smaller = replace(work, optim=replace(optim, state_dtype=StateDtype.bf16))
-    layouts = (layout for layout in _layouts(parallel, cluster, model) if not layout.cpu_offload)
-    fitting = [of for layout in layouts if (of := _candidate(layout, parallel, cluster, model, smaller)).fits]
-    if not fitting:
-        return None
-    options = "optim.state_dtype=bf16"
-    if optim.betas[1] > MAX_BETA2_OF_BF16:
-        options += f" optim.betas=[{optim.betas[0]:g},{MAX_BETA2_OF_BF16:g}]"
-    return options, _best(fitting, cluster)
+    optim, dtypes = work.optim, list(StateDtype)
+    for dtype in dtypes[dtypes.index(optim.state_dtype) + 1 :]:
+        smaller = replace(work, optim=replace(optim, state_dtype=dtype))
+        layouts = (layout for layout in _layouts(parallel, cluster, model) if not layout.cpu_offload)
+        fitting = [of for layout in layouts if (of := _candidate(layout, parallel, cluster, model, smaller)).fits]
+        if fitting:
+            options = f"optim.state_dtype={dtype.value}"
+            if dtype is StateDtype.bf16 and optim.betas[1] > MAX_BETA2_OF_BF16:
+                options += f" optim.betas=[{optim.betas[0]:g},{MAX_BETA2_OF_BF16:g}]"
+            return options, _best(fitting, cluster)
+    return None
 
 
 def _moments_advice(
     parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec, work: StepWorkload, best: LayoutCandidate
 ) -> str:
-    """What bf16 moments save, if weights are offloaded because nothing else fits, or if nothing fits at all."""
+    """What smaller moments save, if weights are offloaded because nothing else fits, or if nothing fits at all."""
     is_last_resort = not best.fits or (parallel.cpu_offload is None and best.layout.cpu_offload)
-    found = bf16_moments(parallel, cluster, model, work) if is_last_resort else None
+    found = smaller_moments(parallel, cluster, model, work) if is_last_resort else None
     if found is None:
         return ""
     options, other = found

@@ -1,8 +1,12 @@
 """Optimizers over sharded parameters: groups with settings of their own, AdamW and other rules, clipping by the norm.
 
-torch's fused AdamW, or `ShardedOptimizer`: moments in bf16, StableAdamW, Lion and Muon, on the shards of FSDP2. All but
-Muon are elementwise on the local rows, apart from one sum per tensor of StableAdamW: the number of ranks only changes
-rounding. Moments are computed in fp32, whatever type they are stored in.
+torch's fused AdamW, or `ShardedOptimizer`: moments in bf16 and int8, StableAdamW, Lion and Muon, on the shards of
+FSDP2. All but Muon are elementwise on the local rows, apart from one sum per tensor of StableAdamW: the number of ranks
+only changes rounding. Moments are computed in fp32, whatever type they are stored in.
+
+The 8-bit optimizers of torchao and bitsandbytes divide the flattened shard of a rank into blocks, and keep a shard that
+does not fill them in fp32: what is stored, and in which type, depends on the number of ranks. Neither leaves a step out
+whose gradient is not finite. Here blocks divide rows, which any number of ranks shards.
 
 Muon makes each matrix orthogonal as a whole, on one rank, whatever the number of ranks. The iteration of Newton and
 Schulz needs the whole matrix; on a shard of its rows it would have another result. Ranks send their rows of each matrix
@@ -20,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.optim import OptimConfig, OptimizerName, ParameterGroup, StateDtype
+from embedtrain.checkpoint.snapshot import SCALES, SIGNED, UNSIGNED, decode_moment, encode_moment
+from embedtrain.config.optim import MuonDtype, OptimConfig, OptimizerName, ParameterGroup, StateDtype, block_size
 from embedtrain.distributed.collectives import exchange_rows
 from embedtrain.errors import ConfigError
 from embedtrain.models.blocks import find_blocks
@@ -305,7 +310,11 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-_DTYPES = {StateDtype.fp32: torch.float32, StateDtype.bf16: torch.bfloat16}
+# What has no blocks stays in fp32 with int8.
+_DTYPES = {StateDtype.fp32: torch.float32, StateDtype.bf16: torch.bfloat16, StateDtype.int8: torch.float32}
+_MATMUL_DTYPES = {MuonDtype.fp32: torch.float32, MuonDtype.bf16: torch.bfloat16}
+# Elements of a parameter that are updated at a time, because rules have about ten temporary tensors of as many.
+_PIECE = 1 << 23
 STEP, MOMENT, SECOND_MOMENT, MOMENTUM = "step", "exp_avg", "exp_avg_sq", "momentum_buffer"
 _STATE = {
     OptimizerName.adamw: (MOMENT, SECOND_MOMENT),
@@ -327,7 +336,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], optim: OptimConfig) -> None:
         super().__init__(groups, {"lr": optim.lr})
         self._optim = optim
-        self._state_dtype = _DTYPES[optim.state_dtype]
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state before the first step, sharded as the parameter."""
@@ -335,9 +343,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._initial_state(parameter, rule)
 
     def _initial_state(self, parameter: nn.Parameter, rule: OptimizerName) -> dict[str, Tensor]:
-        state = {
-            name: torch.zeros_like(parameter, dtype=self._state_dtype, requires_grad=False) for name in _STATE[rule]
-        }
+        is_encoded = self._optim.state_dtype is StateDtype.int8
+        block, dtype = block_size(parameter.shape) if is_encoded else None, _DTYPES[self._optim.state_dtype]
+        state: dict[str, Tensor] = {}
+        for name in _STATE[rule]:
+            if block is None:
+                state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                of_codes = UNSIGNED if name == SECOND_MOMENT else SIGNED
+                state[name] = torch.zeros_like(parameter, dtype=of_codes, requires_grad=False)
+                columns = parameter.detach()[:, : parameter.shape[1] // block]
+                state[name + SCALES] = torch.zeros_like(columns, dtype=dtype, memory_format=torch.contiguous_format)
         if SECOND_MOMENT in state:
             state[STEP] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return state
@@ -373,67 +389,100 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             target.copy_(torch.where(self.found_inf.to(target.device) == 0, value.to(target.dtype), target))
 
-    def _directions(self, parameters: list[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:
-        """Update the moments of Adam; its direction and the unbiased second moment of each parameter's local rows."""
-        beta1, beta2 = self._optim.betas
-        directions = []
-        for parameter in parameters:
-            grad, state = _local(_grad(parameter)), self.state[parameter]
-            step = state[STEP] + 1
-            moment = _local(state[MOMENT]).float().lerp(grad, 1 - beta1)
-            second = beta2 * _local(state[SECOND_MOMENT]).float() + (1 - beta2) * grad.square()
-            unbiased = second / (1 - beta2**step)
-            directions.append((moment / (1 - beta1**step) / (unbiased.sqrt() + self._optim.eps), unbiased))
-            for name, value in ((STEP, step), (MOMENT, moment), (SECOND_MOMENT, second)):
-                self._replace(_local(state[name]), value)
-        return directions
+    def _store(self, state: dict[str, Tensor], name: str, moment: Tensor) -> None:
+        """Store a moment in the type of the state."""
+        if (scales := state.get(name + SCALES)) is None:
+            self._replace(state[name], moment)
+        else:
+            codes, new = encode_moment(moment, moment.shape[1] // scales.shape[1], state[name].dtype)
+            self._replace(state[name], codes)
+            self._replace(scales, new)
 
-    def _adamw(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        for parameter, (direction, _) in zip(parameters, self._directions(parameters), strict=True):
-            self._update(parameter, direction, group["lr"], group["weight_decay"])
+    def _pieces(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Local rows of a parameter, its gradient and its state, not more than `_PIECE` elements at a time."""
+        weight, grad, state = _local(parameter), _local(_grad(parameter)), self._local_state(parameter)
+        if weight.numel() <= _PIECE:
+            yield weight, grad, state
+            return
+        count = max(1, _PIECE * len(weight) // weight.numel())
+        for start in range(0, len(weight), count):
+            rows = slice(start, start + count)
+            yield weight[rows], grad[rows], {name: value[rows] for name, value in state.items()}
+
+    def _local_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return {name: _local(value) for name, value in self.state[parameter].items() if name != STEP}
+
+    def _moments(self, grad: Tensor, state: dict[str, Tensor], step: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The new moments of Adam, its direction, and the unbiased second moment."""
+        beta1, beta2 = self._optim.betas
+        moment = _moment(state, MOMENT).lerp(grad, 1 - beta1)
+        second = beta2 * _moment(state, SECOND_MOMENT) + (1 - beta2) * grad.square()
+        unbiased = second / (1 - beta2**step)
+        return moment, second, moment / (1 - beta1**step) / (unbiased.sqrt() + self._optim.eps), unbiased
+
+    def _adamw(
+        self, parameters: list[nn.Parameter], group: dict[str, Any], divisors: Iterable[Tensor | float] | None = None
+    ) -> None:
+        """AdamW; `divisors` of the learning rate of each parameter."""
+        for parameter, divisor in zip(parameters, divisors or [1.0] * len(parameters), strict=True):
+            step = self.state[parameter][STEP] + 1
+            for weight, grad, state in self._pieces(parameter):
+                moment, second, direction, _ = self._moments(grad, state, step)
+                self._store(state, MOMENT, moment)
+                self._store(state, SECOND_MOMENT, second)
+                self._update(weight, direction, group["lr"] / divisor, group["weight_decay"])
+            self._replace(self.state[parameter][STEP], step)
 
     def _stable_adamw(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        directions = self._directions(parameters)
-        # The mean of g^2 / v of each tensor over all its rows: one collective for all tensors.
-        ratios = [
-            (_local(_grad(parameter)).square() / unbiased.clamp(min=self._optim.eps**2)).sum()
-            for parameter, (_, unbiased) in zip(parameters, directions, strict=True)
-        ]
-        if not ratios:
+        if not parameters:
             return
+        # The mean of g^2 / v of each tensor over all its rows: one collective for all tensors. Directions are computed
+        # again after it, because those of all tensors would take as much memory as moments in fp32.
+        ratios = []
+        for parameter in parameters:
+            step, parts = self.state[parameter][STEP] + 1, []
+            for _, grad, state in self._pieces(parameter):
+                *_, unbiased = self._moments(grad, state, step)
+                parts.append((grad.square() / unbiased.clamp(min=self._optim.eps**2)).sum())
+            ratios.append(torch.stack(parts).sum() if len(parts) > 1 else parts[0])
         sums = torch.stack(ratios)
         if isinstance(parameters[0], DTensor):
             mesh = parameters[0].device_mesh
             total = sums.to(mesh.device_type)
             dist.all_reduce(total, group=mesh["shard"].get_group())
             sums = total.to(sums.device)
-        for parameter, (direction, _), total in zip(parameters, directions, sums, strict=True):
-            rms = (total / parameter.numel()).sqrt()
-            self._update(parameter, direction, group["lr"] / rms.clamp(min=1.0), group["weight_decay"])
+        rms = [(total / parameter.numel()).sqrt() for parameter, total in zip(parameters, sums, strict=True)]
+        self._adamw(parameters, group, [value.clamp(min=1.0) for value in rms])
 
     def _lion(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         beta1, beta2 = self._optim.betas
         for parameter in parameters:
-            grad, stored = _local(_grad(parameter)), _local(self.state[parameter][MOMENT])
-            moment = stored.float()
-            self._update(parameter, moment.lerp(grad, 1 - beta1).sign(), group["lr"], group["weight_decay"])
-            self._replace(stored, moment.lerp(grad, 1 - beta2))
+            for weight, grad, state in self._pieces(parameter):
+                moment = _moment(state, MOMENT)
+                self._update(weight, moment.lerp(grad, 1 - beta1).sign(), group["lr"], group["weight_decay"])
+                self._store(state, MOMENT, moment.lerp(grad, 1 - beta2))
 
     def _muon(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         updates = []
         for parameter in parameters:
-            grad, stored = _local(_grad(parameter)), _local(self.state[parameter][MOMENTUM])
-            momentum = stored.float().lerp(grad, 1 - self._optim.momentum)
+            grad, state = _local(_grad(parameter)), self._local_state(parameter)
+            momentum = _moment(state, MOMENTUM).lerp(grad, 1 - self._optim.momentum)
             updates.append(grad.lerp(momentum, self._optim.momentum))
-            self._replace(stored, momentum)
-        directions = orthogonal_updates(parameters, updates, _DTYPES[self._optim.muon_dtype])
+            self._store(state, MOMENTUM, momentum)
+        directions = orthogonal_updates(parameters, updates, _MATMUL_DTYPES[self._optim.muon_dtype])
         for parameter, direction in zip(parameters, directions, strict=True):
-            self._update(parameter, direction * update_scale(parameter.shape), group["lr"], group["weight_decay"])
+            step = direction * update_scale(parameter.shape)
+            self._update(_local(parameter), step, group["lr"], group["weight_decay"])
 
-    def _update(self, parameter: nn.Parameter, direction: Tensor, rate: float | Tensor, decay: float) -> None:
+    def _update(self, weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float) -> None:
         """Decoupled weight decay, and a step in the direction."""
-        local = _local(parameter)
-        self._replace(local, local * (1 - rate * decay) - rate * direction)
+        self._replace(weight, weight * (1 - rate * decay) - rate * direction)
+
+
+def _moment(state: dict[str, Tensor], name: str) -> Tensor:
+    """A stored moment in fp32."""
+    scales = state.get(name + SCALES)
+    return state[name].float() if scales is None else decode_moment(state[name], scales)
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:

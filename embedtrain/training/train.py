@@ -109,7 +109,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
     schedule = Schedule(build_optimizer(module.encoder, recipe.optim, module.loss), recipe.optim, inputs.length.steps)
     groups = describe_groups(trained_parameters(module.encoder, recipe.optim, module.loss), recipe.optim)
     run.note(f"parameter group {label}: {text}" for label, text in groups.items())
-    run.console.note(checkpointer.require_disk_space(module, inputs.length.steps, max(recipe.optim.state_bytes)))
+    run.console.note(checkpointer.require_disk_space(module, inputs.length.steps, recipe.optim))
     average = _average(run, module, checkpointer)
     state = restore(run, inputs, start, checkpointer, module, schedule.optimizer)
     served = _served_theta(run, module)

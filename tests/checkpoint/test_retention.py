@@ -12,6 +12,7 @@ import pytest
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.snapshot import live_snapshot
 from embedtrain.checkpoint.step_directory import checkpoint_bytes, list_unfinished, step_path
+from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError
@@ -113,6 +114,9 @@ def limit_for_two(root: Path, step: int, live: Live) -> float:
     return (1.5 * on_disk + live_snapshot(live.trained, live.optimizer).num_bytes) / 10**9
 
 
+OPTIM = OptimConfig()
+
+
 def keep_and_limit(world: World, root: Path) -> None:
     live = Live(world, FSDP, odd=False)
     with open_checkpoints(root / "kept", world, keep=2, keep_every=4) as checkpoints:
@@ -121,14 +125,16 @@ def keep_and_limit(world: World, root: Path) -> None:
         checkpoints.wait()
     assert steps_in(root / "kept") == [10, 9, 8, 4, 3]
 
-    assert checkpoint_bytes(live.trained, CheckpointContents.model) == live_snapshot(live.trained, None).num_bytes
+    assert (
+        checkpoint_bytes(live.trained, CheckpointContents.model, OPTIM) == live_snapshot(live.trained, None).num_bytes
+    )
     complete = live_snapshot(live.trained, live.optimizer).num_bytes  # includes AdamW's step of each tensor
-    assert checkpoint_bytes(live.trained, CheckpointContents.all) == pytest.approx(complete, rel=0.01)
+    assert checkpoint_bytes(live.trained, CheckpointContents.all, OPTIM) == pytest.approx(complete, rel=0.01)
     # Enough for a run that saves once, too little for one that keeps five.
     limit = limit_for_two(root / "kept", 10, live)
-    open_checkpoints(root, world, max_disk_gb=limit).require_disk_space(live.trained, 10)
+    open_checkpoints(root, world, max_disk_gb=limit).require_disk_space(live.trained, 10, OPTIM)
     with pytest.raises(ConfigError, match=r"max_disk_gb=.*up to 5 checkpoints .*\(keep=5"):
-        open_checkpoints(root, world, every=1, keep=5, max_disk_gb=limit).require_disk_space(live.trained, 10)
+        open_checkpoints(root, world, every=1, keep=5, max_disk_gb=limit).require_disk_space(live.trained, 10, OPTIM)
 
     with open_checkpoints(root / "limited", world, keep=2, max_disk_gb=limit) as checkpoints:
         for step in range(1, 5):

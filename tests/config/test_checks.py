@@ -16,7 +16,7 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.config.evaluation import EvaluationSet, ScanDtype, SetKind, VectorDtype, VectorPlacement
 from embedtrain.config.kind_settings import HeadConfig, QueryExpansion, ScoreHead, SparseQueries, SparseRegularizer
 from embedtrain.config.losses import BCEConfig, M3LossConfig, MSEConfig, SoftmaxConfig
-from embedtrain.config.optim import DecayShape, OptimizerName, ParameterGroup, ScheduleKind, StateDtype
+from embedtrain.config.optim import DecayShape, MuonDtype, OptimizerName, ParameterGroup, ScheduleKind, StateDtype
 from embedtrain.config.options import check_values
 from embedtrain.config.recipe import (
     BaseDtype,
@@ -215,7 +215,7 @@ CASES = [
     option("optim.betas", [0.9, 0.999], optim__state_dtype=StateDtype.bf16),
     option("optim.momentum", 1.0, optim__name=OptimizerName.muon),
     option("optim.momentum", 0.9),
-    option("optim.muon_dtype", StateDtype.bf16),
+    option("optim.muon_dtype", MuonDtype.bf16),
     option("optim.ema", 1.0),
     in_head(0),
     in_head(8, model__lora__rank=4, export__formats=["adapter"]),

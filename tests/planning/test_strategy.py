@@ -219,6 +219,11 @@ def test_cpu_offload_is_the_last_remedy_and_needs_host_memory():
     assert taken.best.fits
     assert not taken.layout.cpu_offload
     assert "state_dtype" not in taken.layout.reason
+    # 16 bytes a weight are too many for 60 GiB, 10 are not.
+    tight = ClusterSpec(**ONE_GPU | {"memory": 60 * GIB}, host_memory=512 * GIB)
+    for optim in (job.optim, smaller.optim):
+        chosen = choose_layout(ParallelConfig(), tight, QWEN3_4B, replace(job, optim=optim))
+        assert "; optim.state_dtype=int8 would fit without CPU offload: ddp" in chosen.layout.reason
 
 
 def test_offload_is_not_chosen_for_its_estimated_time():

@@ -79,9 +79,9 @@ KINDS = {
          "sparsity.document_weight=0.01"), save_words
     ),
     "m3": Kind(("model.kind=m3", "model.dimension=8", "loss=m3", "loss.self_distillation_start_step=2")),
-    "static embeddings": Kind(
-        ("model.pooling=mean", "model.config={model_type: static_embedding, vocab_size: 64, hidden_size: 32}",
-         "model.tokenizer={model}")
+    "static embeddings, moments in int8": Kind(
+        ("model.pooling=mean", "model.config={model_type: static_embedding, vocab_size: 64, hidden_size: 64}",
+         "model.tokenizer={model}", "optim.state_dtype=int8")
     ),
     "heads, dimensions and precisions": Kind(
         ("model.pooling=mean", "model.heads=[{out: 24, activation: tanh}]", "loss.matryoshka.dims=[24,16,8]",

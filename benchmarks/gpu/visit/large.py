@@ -24,6 +24,7 @@ VARIANTS = (
     Variant(
         name="moments in bf16", options=RECOMPUTED, optim=replace(OPTIM, state_dtype=StateDtype.bf16, betas=[0.9, 0.99])
     ),
+    Variant(name="moments in int8", options=RECOMPUTED, optim=replace(OPTIM, state_dtype=StateDtype.int8)),
 )
 
 

@@ -32,10 +32,10 @@ from embedtrain.planning.model_costs import ModelSpec, build_meta_encoder, model
 from embedtrain.planning.strategy import (
     LayoutCandidate,
     LayoutChoice,
-    bf16_moments,
     choose_encoding_layout,
     choose_layout,
     layout_candidates,
+    smaller_moments,
 )
 from embedtrain.tracking.pages import Page
 from embedtrain.training.optimizer import describe_groups, trained_parameters
@@ -323,7 +323,7 @@ def changes(
         if fitting:
             fastest = min(fitting, key=lambda candidate: candidate.traffic.seconds)
             sentences.append(f"leave parallel.* unset: {fastest.name} fits")
-    moments = bf16_moments(parallel, cluster, model, work)
+    moments = smaller_moments(parallel, cluster, model, work)
     if moments is not None:
         sentences.append(f"{moments[0]}: {moments[1].name} fits")
     ranks = cluster.ranks * 2

@@ -1,9 +1,10 @@
 """Training models of real sizes on a GPU: fraction of the measured matmul rate, tokens per second, memory."""
 
 import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from benchmarks.gpu.models import RandomTexts, Sized, load, saved, sized_named
 from benchmarks.measure import markdown
 from embedtrain.config.losses import BCEConfig, InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
-from embedtrain.config.recipe import Attention, LoraConfig
+from embedtrain.config.recipe import Attention, DataConfig, LoraConfig
+from embedtrain.data.prefetch import Prefetcher
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
 from embedtrain.inference.loading.load import LoadedModel
@@ -46,6 +48,8 @@ class Variant:
         cached: the fraction of tokens whose graphs are cached; None: as many as memory allows.
         batch_factor: multiplies the number of pairs.
         lora: adapters are trained instead of the model.
+        prepares: threads prepare each batch during the steps, as in a run; otherwise it is ready. They share the
+            interpreter's lock with the launches of kernels.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Variant:
     cached: float | None = 1.0
     batch_factor: int = 1
     lora: LoraConfig | None = None
+    prepares: bool = False
     optim: OptimConfig = field(default_factory=lambda: OPTIM)
 
 
@@ -200,16 +205,21 @@ def train(model: Model, variant: Variant, folder: Path, world: World, *, warm: i
     num_cached = _num_cached_tokens(model, variant, sum(int(t.lengths.sum()) for t in texts) // BATCHES, device)
     batches = [rank_batch(t, run, loaded, sized.chunk_tokens, num_cached) for t in texts]
     loss = train_step(run, batches[0]).loss
-    _run_steps(run, batches, warm)
+    _run_steps(run, itertools.islice(itertools.cycle(batches), warm))
     if eager := run.backward.eager_blocks.name(world):  # the figures would be those of another variant
         raise EmbedtrainError("; ".join(eager))
     _peak(device)
-    seconds = timed(lambda: _run_steps(run, batches, steps), device)
+
+    def prepare(step: int) -> RankBatch:
+        return rank_batch(texts[step % BATCHES], run, loaded, sized.chunk_tokens, num_cached)
+
+    ready = [batches[step % BATCHES] for step in range(steps)]
+    source = Prefetcher(prepare, 0, steps, workers=DataConfig.workers) if variant.prepares else ready
+    seconds = timed(lambda: _run_steps(run, source), device)
     peak = _peak(device)
-    step_batches = [batches[step % BATCHES] for step in range(steps)]
     per_text = model_flops(loaded.encoder)
-    flops = sum(per_text.of(batch.lengths) for batch in step_batches)
-    real, computed = sum(b.real_tokens for b in step_batches), sum(b.computed_tokens for b in step_batches)
+    flops = sum(per_text.of(batch.lengths) for batch in ready)
+    real, computed = sum(b.real_tokens for b in ready), sum(b.computed_tokens for b in ready)
     cached = statistics.mean(_count_cached_tokens(b) / b.computed_tokens for b in batches)
     kept = _bytes_per_token(run, loaded, variant, sized)
     return TrainCost(steps, seconds, real, computed, flops, loss, cached, loading, peak, kept)
@@ -236,9 +246,9 @@ def rank_batch(
     return prefetched(make_rank_batch(texts.batch(), 0, 1, loaded.tokenizer, options), run, loaded)
 
 
-def _run_steps(run: StepContext, batches: Sequence[RankBatch], count: int) -> None:
-    for step in range(count):
-        train_step(run, batches[step % len(batches)])
+def _run_steps(run: StepContext, batches: Iterable[RankBatch]) -> None:
+    for batch in batches:
+        train_step(run, batch)
 
 
 def _count_cached_tokens(batch: RankBatch) -> int:

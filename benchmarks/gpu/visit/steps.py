@@ -27,6 +27,7 @@ VARIANTS = (
     Variant(name="selective recomputation", options=(*EAGER, SELECTIVE)),
     Variant(name="compiled, selective recomputation", options=(COMPILED, SELECTIVE)),
     Variant(name="no graphs cached", cached=0.0),
+    Variant(name="eager, batches prepared meanwhile", prepares=True),
 )
 
 

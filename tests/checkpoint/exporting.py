@@ -48,15 +48,19 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     card: str = "",
     in_bf16: bool = False,
+    tolerance: float | None = None,
     **requested: Any,
 ) -> ExportResult:
-    """Export unsharded weights of this process; options as in a recipe. `in_bf16`: the embeddings were computed so."""
+    """Export unsharded weights of this process; options as in a recipe. `in_bf16`: the embeddings were computed so.
+
+    `tolerance` is the limit before it is raised; by default that of exports.
+    """
     options = ExportConfig(**requested)
     specs = {name: TensorSpec.of(tensor) for name, tensor in built.state.items()}
     rows = ((name, 0, tensor) for name, tensor in built.state.items())
     expected = ExportReference(
         built.vectors,
-        export_tolerance(dtype, exact_encoder=not in_bf16),
+        tolerance or export_tolerance(dtype, exact_encoder=not in_bf16),
         {"query": ""} | built.source.prompts,
         built.max_length,
     )

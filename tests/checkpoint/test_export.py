@@ -95,10 +95,31 @@ def test_rounding_alone_fails_no_export_of_a_deep_model(tmp_path):
     exported = export_model(tmp_path / "out", trained, in_bf16=True)
     assert exported.difference == pytest.approx(rounding, rel=1e-2)
     assert exported.difference <= exported.tolerance < 5 * rounding
+    assert f"{exported.difference:.1e}" in exported.notes[0]
+    assert f"{exported.tolerance:.1e}" in exported.notes[0]
     words = "backbone.embed_tokens.weight"
     other = replace(trained, state=built.state | {words: built.state[words].flip(0)})
     with pytest.raises(CheckpointError, match="differ"):
         export_model(tmp_path / "out", other, in_bf16=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fault_that_is_smaller_than_the_rounding_of_bf16(tmp_path, dtype):
+    """The directory cuts texts one token earlier than the run, which the limit for the model's own rounding allows."""
+    path = str(save_small(small_model("qwen3"), tmp_path / "model"))
+    built = architecture_of(tmp_path / "architecture", model_options(path=path, pooling=Pooling.mean))
+    encoder = assemble_encoder(built.source)
+    encoder.load_state_dict(built.state)
+    tokenizer = bound_tokenizer(built.source, load_tokenizer(built.source))
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = replace(built, vectors=probe_outputs(encoder, built.source, tokenizer))
+    exported = export_model(tmp_path / "out", trained, dtype=dtype, in_bf16=True, tolerance=1e-3)
+    assert exported.difference > 1e-3
+    settings = built.directory / "tokenizer_config.json"
+    of_tokenizer = json.loads(settings.read_text())
+    settings.write_text(json.dumps(of_tokenizer | {"model_max_length": built.max_length - 1}))
+    with pytest.raises(CheckpointError, match=r"transformers opens .* the same weights in fp32 by \d"):
+        export_model(tmp_path / "out", trained, dtype=dtype, in_bf16=True, tolerance=1e-3)
 
 
 @pytest.fixture

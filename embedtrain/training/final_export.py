@@ -70,33 +70,36 @@ def export_run(
                 export.begin()
         with world.fail_together("exporting the model"), tracker.phase("exporting the model"):
             export.write(weights.rows, main=world.is_main)
-        with world.fail_together("exporting the model"):
-            if world.is_main:
-                write_trained_ranges(unfinished, trained.loss.state_dict(), step)
-                # Of a run that had finished before, or exports an earlier step, the recipe may be another one by now.
-                saved = open_checkpoint(step_path(run_dir.checkpoints, step)).manifest.recipe
-                card = model_card(
-                    recipe_of_weights(saved, to_plain(recipe)),
-                    run_dir.path,
-                    step=step,
-                    dimension=config.truncate_dim or model.encoder.dimension,
-                    max_length=model.tokenizer.max_length,
-                    prompts=model.source.prompts,
-                    formats=config.formats,
-                    name=config.push_to_hub,
-                )
-                trusted = recipe.model.trust_remote_code
-                in_bf16 = recipe.parallel.precision is not Precision.fp32
-                result = export.finish(
-                    card,
-                    reference,
-                    trust_remote_code=trusted,
-                    phase=tracker.phase,
-                    bf16_tokenizer=model.tokenizer if in_bf16 else None,
-                )
-                difference, tolerance = result.difference, result.tolerance
-                for note in result.notes:
-                    tracker.note(note)
+
+        def finish() -> None:
+            nonlocal difference, tolerance
+            write_trained_ranges(unfinished, trained.loss.state_dict(), step)
+            # Of a run that had finished before, or exports an earlier step, the recipe may be another one by now.
+            saved = open_checkpoint(step_path(run_dir.checkpoints, step)).manifest.recipe
+            card = model_card(
+                recipe_of_weights(saved, to_plain(recipe)),
+                run_dir.path,
+                step=step,
+                dimension=config.truncate_dim or model.encoder.dimension,
+                max_length=model.tokenizer.max_length,
+                prompts=model.source.prompts,
+                formats=config.formats,
+                name=config.push_to_hub,
+            )
+            in_bf16 = recipe.parallel.precision is not Precision.fp32
+            result = export.finish(
+                card,
+                reference,
+                trust_remote_code=recipe.model.trust_remote_code,
+                phase=tracker.phase,
+                bf16_tokenizer=model.tokenizer if in_bf16 else None,
+            )
+            difference, tolerance = result.difference, result.tolerance
+            for note in result.notes:
+                tracker.note(note)
+
+        # Each library computes the probe texts on rank 0's CPU: of a large model for longer than ranks wait.
+        world.run_on_main("exporting the model", finish)
         if reference is None:
             tracker.warn("export.check=false: the exported model was not compared with the encoder")
     return ExportResult(run_dir.model, world.broadcast(difference), world.broadcast(tolerance), dtype)

@@ -147,11 +147,11 @@ class DiskFails:
 
 
 @dataclass(frozen=True)
-class SlowUpload:
-    """What rank 0 sends after the training takes long.
+class SlowEnd:
+    """What rank 0 does after the training takes long.
 
     Args:
-        seconds: of the upload of the model, and of closing the trackers.
+        seconds: of the check of the export, of its upload, and of closing the trackers.
     """
 
     seconds: float
@@ -159,13 +159,20 @@ class SlowUpload:
     def __call__(self, rank: int) -> None:
         from huggingface_hub import constants
 
+        import embedtrain.formats.export as export
         import embedtrain.training.final_export as final_export
         from embedtrain.tracking.tracker import Tracker
 
         constants.HF_HUB_OFFLINE = False
         os.environ["HF_TOKEN"] = "hf_of_a_test"
         final_export.upload_model = lambda *_, **__: time.sleep(self.seconds)
-        real = Tracker.close
+        real, check = Tracker.close, export.check_transformers
+
+        def check_transformers(*arguments):
+            time.sleep(self.seconds)
+            return check(*arguments)
+
+        export.check_transformers = check_transformers
 
         def close(tracker, **options):
             if rank == 0:

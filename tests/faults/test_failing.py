@@ -13,8 +13,8 @@ from tests.faults.hooks import (
     InStep,
     MemoryExhausted,
     NcclError,
+    SlowEnd,
     SlowSave,
-    SlowUpload,
     verify_cache_in_thread,
 )
 from tests.faults.runs import finish, start, training_result
@@ -67,9 +67,9 @@ def test_a_disk_that_fails_is_no_damage(folder, undisturbed):
 
 
 @pytest.mark.slow  # tests/distributed/watchdog/test_watchdog.py
-def test_slow_uploads_do_not_fail_a_run(folder, undisturbed):
+def test_slow_checks_and_uploads_do_not_fail_a_run(folder, undisturbed):
     """40 minutes each, scaled with the time-out of 30 minutes."""
-    run = start(folder, "uploads", "parallel.timeout=18", "export.push_to_hub=me/model", hook=SlowUpload(24.0))
+    run = start(folder, "uploads", "parallel.timeout=18", "export.push_to_hub=me/model", hook=SlowEnd(24.0))
     assert run.wait(180) == [0, 0], run.text
     assert not run.errors
     assert training_result(folder / "uploads") == undisturbed

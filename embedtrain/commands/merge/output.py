@@ -226,16 +226,19 @@ def write_merged(
     with console.progress() as progress, world.fail_together("writing the merged weights"):
         export.write(merged_rows(members, own, combine, dtype, progress), main=world.is_main)
     result: ExportResult | None = None
-    with world.fail_together("verifying the merged model"):
-        if world.is_main:
-            assert tokenizer is not None
-            write_json(scratch.unfinished / MERGE_RECORD, record)
-            reference: ExportReference | None = None
-            if options.check:
-                with console.phase("encoding probe texts with the merged weights"):
-                    reference = _reference(members, pieces, combine, settings, tokenizer, dtype)
-            card = merge_card(options, settings, tokenizer.max_length, record, architecture)
-            result = export.finish(card, reference, trust_remote_code=options.trust_remote_code, phase=console.phase)
+
+    def verify() -> None:
+        nonlocal result
+        assert tokenizer is not None
+        write_json(scratch.unfinished / MERGE_RECORD, record)
+        reference: ExportReference | None = None
+        if options.check:
+            with console.phase("encoding probe texts with the merged weights"):
+                reference = _reference(members, pieces, combine, settings, tokenizer, dtype)
+        card = merge_card(options, settings, tokenizer.max_length, record, architecture)
+        result = export.finish(card, reference, trust_remote_code=options.trust_remote_code, phase=console.phase)
+
+    world.run_on_main("verifying the merged model", verify)
     return result
 
 

@@ -25,7 +25,13 @@ from embedtrain.distributed.device import explain_out_of_memory
 from embedtrain.distributed.messages import broadcast_value, gather_values
 from embedtrain.distributed.srun import interface_for
 from embedtrain.distributed.watchdog.peers import agree_on_attempt
-from embedtrain.distributed.watchdog.watchdog import Watchdog, activity, current_activity, set_activity
+from embedtrain.distributed.watchdog.watchdog import (
+    MAX_FINISHING,
+    Watchdog,
+    activity,
+    current_activity,
+    set_activity,
+)
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
 from embedtrain.utils.limits import explain_limits
 
@@ -88,6 +94,12 @@ _POLL_SECONDS = 0.05
 NCCL_EXTRA_SECONDS = 60.0
 # What NCCL's own watchdog does when it sees an error or a time-out: see `nccl_error_handling`.
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# How long NCCL's watchdog then waits: four times the first variable, in which all ranks write what torch's flight
+# recorder has seen. Ranks that have seen no error themselves are ended after the second one. By default these are one
+# and eight minutes, less than the watchdog gives a checkpoint that is being saved. (Variables of torch 2.13 to 2.15.)
+_NCCL_DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+_NCCL_HEARTBEAT_SECONDS = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+_NCCL_PATIENCE = MAX_FINISHING + 60.0
 # Why other values than that of `nccl_error_handling` are worse.
 NCCL_ERROR_EFFECTS = {
     "0": "if embedtrain's watchdog fails, a collective whose rank is lost never ends",
@@ -476,8 +488,8 @@ def nccl_error() -> str:
 def nccl_error_handling(environment: Mapping[str, str]) -> str:
     """The value of NCCL_ERROR_HANDLING with which the watchdog names a lost rank before NCCL ends the process.
 
-    It is 3, torch's own: NCCL's watchdog ends the process, without naming the lost rank, a minute after it has seen an
-    error, in which torch can write what its flight recorder has seen. That is the second exit, if the watchdog fails.
+    It is 3, torch's own: NCCL's watchdog ends the process, without naming the lost rank, `_NCCL_PATIENCE` seconds after
+    it has seen an error, in which a checkpoint may still be saved. That is the second exit, if the watchdog fails.
     ProcessGroupNCCL2, which is "nccl" from torch 2.15 on, does not wait: with 3 it ends the process within a second,
     so it is 0, with which it only reports the error. Read in torch's sources; it has not run on a GPU.
     """
@@ -496,6 +508,8 @@ def init_process_group(
     has_nccl = "nccl" in backend
     if has_nccl:
         os.environ.setdefault(NCCL_ERROR_HANDLING, nccl_error_handling(os.environ))
+        os.environ.setdefault(_NCCL_DUMP_MILLISECONDS, f"{_NCCL_PATIENCE * 1000 / 4:.0f}")
+        os.environ.setdefault(_NCCL_HEARTBEAT_SECONDS, f"{_NCCL_PATIENCE:.0f}")
     dist.init_process_group(
         backend,
         store=store,

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.commands.doctor.host import listening_ports
 from embedtrain.distributed import world as world_module
+from embedtrain.distributed.watchdog.watchdog import GRACE, MAX_FINISHING, OBSERVATION
 from embedtrain.distributed.world import (
     NCCL_ERROR_HANDLING,
     World,
@@ -214,8 +215,10 @@ def test_nccl_leaves_the_end_of_the_process_to_the_watchdog(monkeypatch, version
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: created.append((backend, options)))
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    monkeypatch.setenv(NCCL_ERROR_HANDLING, "")
-    monkeypatch.delenv(NCCL_ERROR_HANDLING)
+    patience = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
+    for name in (NCCL_ERROR_HANDLING, *patience):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     for name, given in variables.items():
         monkeypatch.setenv(name, given)
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
@@ -224,9 +227,12 @@ def test_nccl_leaves_the_end_of_the_process_to_the_watchdog(monkeypatch, version
     assert NCCL_ERROR_HANDLING not in os.environ
     init_process_group(store, 0, 1, gpu, "cpu:gloo,cuda:nccl", timeout=7.0)
     assert os.environ[NCCL_ERROR_HANDLING] == value
-    monkeypatch.setenv(NCCL_ERROR_HANDLING, "1")
+    dump, heartbeat = (int(os.environ[name]) for name in patience)
+    assert min(4 * dump / 1000, heartbeat) > MAX_FINISHING + GRACE + OBSERVATION
+    for name in (NCCL_ERROR_HANDLING, *patience):
+        monkeypatch.setenv(name, "1")
     init_process_group(store, 0, 1, gpu, "cpu:gloo,cuda:nccl")
-    assert os.environ[NCCL_ERROR_HANDLING] == "1"
+    assert {os.environ[name] for name in (NCCL_ERROR_HANDLING, *patience)} == {"1"}
     assert [(backend, options["device_id"]) for backend, options in created] == [
         ("gloo", None), ("cpu:gloo,cuda:nccl", gpu), ("cpu:gloo,cuda:nccl", gpu),
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from datetime import timedelta
 import psutil
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from embedtrain.errors import LostContact
+from embedtrain.errors import ConfigError, LostContact
 
 _POLL_SECONDS = 0.05
 
@@ -80,7 +80,8 @@ class LocalProcesses:
     def __post_init__(self) -> None:
         self._unidentified = set(self.local) - {self.rank}
         process = psutil.Process()
-        self.store.set(f"who/{self.rank}", json.dumps([_pid_namespace(), process.pid, process.create_time()]))
+        who = [_pid_namespace(), process.pid, process.create_time(), self.local.start, self.local.stop]
+        self.store.set(f"who/{self.rank}", json.dumps(who))
 
     def ended(self) -> list[int]:
         """Ranks whose process has ended, in order."""
@@ -116,7 +117,7 @@ class LocalProcesses:
                 if self.store.check([f"who/{rank}"]):
                     self._add(rank, *json.loads(self.store.get(f"who/{rank}")))
 
-    def _add(self, rank: int, namespace: str, pid: int, created: float) -> None:
+    def _add(self, rank: int, namespace: str, pid: int, created: float, *_local: int) -> None:
         process = None
         try:
             if namespace == _pid_namespace():
@@ -138,11 +139,31 @@ def hosts_by_rank(store: Store, rank: int, size: int) -> list[str]:
     """The host of every rank, in rank order, after all ranks have published theirs. Every rank must call it.
 
     Rank 0 collects the hosts: if all ranks did, the number of requests would be quadratic in the number of ranks.
+    Raises the same ConfigError on every rank if ranks are on other hosts than LOCAL_RANK and LOCAL_WORLD_SIZE say.
     """
     if rank == 0:
-        published = store.multi_get([f"who/{other}" for other in range(size)])
-        store.set("hosts", json.dumps([json.loads(text)[0].partition(" ")[0] for text in published]))
-    return list(json.loads(store.get("hosts")))
+        published = [json.loads(text) for text in store.multi_get([f"who/{other}" for other in range(size)])]
+        hosts = [namespace.partition(" ")[0] for namespace, *_ in published]
+        ranges = [range(*local) for _namespace, _pid, _created, *local in published]
+        store.set("hosts", json.dumps([hosts, _contradiction(hosts, ranges)]))
+    hosts, contradiction = json.loads(store.get("hosts"))
+    if contradiction:
+        raise ConfigError(contradiction)
+    return list(hosts)
+
+
+def _contradiction(hosts: Sequence[str], ranges: Sequence[range]) -> str:
+    """Why ranks are not on the hosts that `ranges`, the ranks of each rank's host, say; empty if they are."""
+    for rank, local in enumerate(ranges):
+        there = [other for other in local if other < len(hosts)]
+        if len(there) < len(local) or any(hosts[other] != hosts[rank] for other in there):
+            found = format_ranks(range(len(hosts)), hosts)
+            return (
+                f"LOCAL_RANK={rank - local.start} and LOCAL_WORLD_SIZE={len(local)} of rank {rank} mean that ranks "
+                f"{local.start} to {local.stop - 1} are on one host, but there are {found}: the ranks of a host have "
+                f"consecutive numbers; start with torchrun or srun, or with mpirun --map-by ppr:{len(local)}:node"
+            )
+    return ""
 
 
 def format_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:

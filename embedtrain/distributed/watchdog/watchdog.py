@@ -242,7 +242,10 @@ class Watchdog:
         self._thread = start_monitor("watchdog", self._monitor)
 
     def learn_hosts(self) -> None:
-        """Read the hosts of all ranks, once all have published theirs, and find the processes on this host."""
+        """Read the hosts of all ranks, once all have published theirs, and find the processes on this host.
+
+        Raises the same ConfigError on every rank if they are not those that the launcher has named.
+        """
         self._processes.ended()
         self._hosts = hosts_by_rank(self._store, self.rank, self.size)
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from embedtrain.distributed.watchdog.peers import LocalProcesses, _pid_namespace, agree_on_attempt
+from embedtrain.distributed.watchdog.peers import LocalProcesses, _pid_namespace, agree_on_attempt, hosts_by_rank
 from embedtrain.distributed.world import World
-from embedtrain.errors import LostContact
+from embedtrain.errors import ConfigError, LostContact
 
 
 def connect(port: int) -> TCPStore:
@@ -74,3 +74,31 @@ def test_a_missing_rank_is_named(ranks, store):
     errors = ranks(3, agree_without, store.port, 2)
     assert f"rank 0 on {socket.gethostname()} waited 2 s for rank 2 while joining the process group" in errors[0]
     assert errors[1] == "", "rank 0 has answered it"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local", "fault"),
+    [
+        ("aabb", [(0, 2), (0, 2), (2, 4), (2, 4)], ""),
+        ("aaaa", [(0, 2), (0, 2), (2, 4), (2, 4)], ""),  # two launchers
+        ("aab", [(0, 2), (0, 2), (2, 3)], ""),
+        ("abab", [(0, 2), (1, 3), (1, 3), (2, 4)], "LOCAL_RANK=0 and LOCAL_WORLD_SIZE=2 of rank 0 "),  # --map-by node
+        ("aabb", [(0, 2), (0, 2), (2, 6), (2, 6)], "LOCAL_RANK=0 and LOCAL_WORLD_SIZE=4 of rank 2 "),
+    ],
+)
+def test_ranks_are_on_the_hosts_that_the_launcher_says(hosts, local, fault):
+    """If not, every rank raises the same error: weights would be sharded over hosts, and replicated within them."""
+    store, found = HashStore(), []
+    for rank, (host, ranks) in enumerate(zip(hosts, local, strict=True)):
+        store.set(f"who/{rank}", json.dumps([f"{host} pid:[1]", 1, 1.0, *ranks]))
+    for rank in range(len(hosts)):
+        try:
+            found.append(hosts_by_rank(store, rank, len(hosts)))
+        except ConfigError as error:
+            found.append(str(error))
+    assert all(result == found[0] for result in found)
+    if fault:
+        assert str(found[0]).startswith(fault)
+        assert "--map-by ppr:" in str(found[0])
+    else:
+        assert found[0] == list(hosts)

@@ -21,7 +21,13 @@ from embedtrain.utils.formatting import format_bytes
 _EXHAUSTED = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)")
 _REQUESTED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+ (?:[KMGT]iB|bytes))")
 
-CGROUP = Path("/sys/fs/cgroup")  # of this process's container or job, as Linux shows it inside
+CGROUP = Path("/sys/fs/cgroup")  # the root of those that this process sees: of its container, or of the host
+_OWN_CGROUPS = Path("/proc/self/cgroup")  # which of them this process is in
+# By the controller in _OWN_CGROUPS, of version 2 and 1: the folder of the root, the limit, and what is in use.
+_MEMORY_FILES = {
+    "": ("", "memory.max", "memory.current"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 
 # What was planned and which options to lower, by the beginning of the activity.
 _advice: dict[str, str] = dict.fromkeys(
@@ -37,20 +43,39 @@ def total_memory(device: torch.device, local_size: int = 1) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
 
 
-def node_memory(cgroup: Path = CGROUP) -> int:
+def node_memory() -> int:
     """Bytes of host memory for all ranks of this node: no more than the cgroup of the job or container allows."""
     total = int(psutil.virtual_memory().total)
-    limit, _ = cgroup_memory(cgroup)
+    limit, _ = cgroup_memory()
     return total if limit is None else min(total, limit)
 
 
-def cgroup_memory(cgroup: Path = CGROUP) -> tuple[int | None, int | None]:
-    """Bytes that a cgroup (of version 2, or 1) allows its processes, and those in use; None without a limit."""
-    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        folder = cgroup if limit == "memory.max" else cgroup / "memory"
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            return int((folder / limit).read_text(encoding="utf-8")), int((folder / used).read_text(encoding="utf-8"))
-    return None, None
+def cgroup_memory(cgroup: Path = CGROUP, own: Path = _OWN_CGROUPS) -> tuple[int | None, int | None]:
+    """Bytes that the cgroups of this process (of version 2, or 1) allow, and those in use; None without a limit.
+
+    The lowest limit of all levels counts. A container has its own at the root. A job of SLURM sees the cgroups of the
+    host, and has its limit several levels below.
+    """
+    found: list[tuple[int, int]] = []
+    for controller, path in _own_cgroups(own).items():
+        root, limit, used = _MEMORY_FILES[controller]
+        for folder in (path, *path.parents):
+            level = cgroup / root / folder
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                found.append((int((level / limit).read_text(encoding="utf-8")), int((level / used).read_text("utf-8"))))
+    return min(found, default=(None, None))
+
+
+def _own_cgroups(file: Path) -> dict[str, Path]:
+    """The cgroup of this process by controller, relative to the root; the root itself where that is not known."""
+    own = dict.fromkeys(_MEMORY_FILES, Path())
+    with contextlib.suppress(OSError):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller in own.keys() & set(controllers.split(",")):
+                # Of a cgroup outside of this process's namespace the path begins with "/..".
+                own[controller] = Path() if ".." in path.split("/") else Path(path.lstrip("/"))
+    return own
 
 
 def free_memory(device: torch.device, local_size: int = 1) -> int:

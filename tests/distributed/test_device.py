@@ -13,6 +13,7 @@ from embedtrain.config.recipe import CheckpointConfig
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.distributed.device import (
     advise_when_exhausted,
+    cgroup_memory,
     deterministic_algorithms,
     explain_out_of_memory,
     free_memory,
@@ -50,6 +51,35 @@ def test_memory_that_is_reserved_but_not_used_is_free(gpu):
 def test_ranks_of_a_node_share_its_memory():
     assert total_memory(CPU, 4) == total_memory(CPU) // 4
     assert free_memory(CPU, 4) < free_memory(CPU) / 3
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "lowest"),
+    [
+        # A job of SLURM, which sees the cgroups of the host.
+        ("0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0", {"/system.slice": None,
+         "/system.slice/slurmstepd.scope/job_7": 64, "/system.slice/slurmstepd.scope/job_7/step_0": 60}, 60),
+        ("0::/job_7/step_0", {"/job_7": 32, "/job_7/step_0": 64, "/job_8": 8}, 32),
+        ("0::/", {"": 16}, 16),  # a container with a namespace of its own
+        ("0::/docker/1a2b", {"": 16}, 16),  # without one: its own cgroup is mounted at the root
+        ("0::/../../outside", {"": 16}, 16),
+        ("12:cpu,cpuacct:/\n4:memory:/slurm/uid_1/job_7\n0::/", {"memory:/slurm/uid_1/job_7": 64, "memory:": 512}, 64),
+        ("0::/user.slice", {"/user.slice": None}, None),
+        (None, {"": 16}, 16),
+    ],
+)  # fmt: skip
+def test_the_lowest_limit_of_the_cgroups_of_this_process(tmp_path, own, limits, lowest):
+    for place, limit in limits.items():
+        first, _, path = place.rpartition(":")
+        folder = tmp_path / "cgroup" / first / path.lstrip("/")
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if first else ("memory.max", "memory.current")
+        for name, value in zip(names, (limit, limit and limit - 5), strict=True):
+            (folder / name).write_text("max\n" if value is None else f"{value}\n")
+    if own is not None:
+        (tmp_path / "own").write_text(f"{own}\n")
+    expected = (None, None) if lowest is None else (lowest, lowest - 5)
+    assert cgroup_memory(tmp_path / "cgroup", tmp_path / "own") == expected
 
 
 def test_freed_memory_is_returned_to_the_system():

@@ -204,7 +204,7 @@ def _check_threads(local_size: int) -> Finding:
 def _check_memory() -> Finding:
     memory = psutil.virtual_memory()
     text = _free(memory.available, memory.total)
-    limit, used = cgroup_memory(CGROUP)
+    limit, used = cgroup_memory()
     if limit is None or limit >= memory.total:
         return Finding("devices", "memory", text)
     return Finding("devices", "memory", f"{text}; the cgroup allows {_gib(limit)}, {_gib(used or 0)} in use")

@@ -271,7 +271,7 @@ def host_memory(model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, 
 
 
 def _pinned_bytes(size: int) -> int:
-    """Bytes that torch takes for page-locked memory of this size: a power of two (torch 2.11 to 2.13)."""
+    """Bytes that torch takes for page-locked memory of this size: a power of two (torch 2.11 to 2.15)."""
     return 1 << max(0, size - 1).bit_length() if size else 0
 
 

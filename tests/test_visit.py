@@ -96,6 +96,36 @@ def test_it_ends_in_time_and_the_next_one_continues(entries, tmp_path, capfd):
     assert lines.count('"entry": "fine", "state": "started"') == 1
 
 
+@pytest.mark.parametrize("begins", [0, 1])
+def test_a_visit_that_is_interrupted_leaves_no_process(entries, tmp_path, monkeypatch, begins):
+    """Also not that of a part which has been started again."""
+    entries |= {"one": ["dies", "lasts"], "two": ["second"]}
+    workers: list[visit.Worker] = []
+
+    class Recorded(visit.Worker):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            workers.append(self)
+
+        def another(self) -> visit.Worker:
+            return Recorded(self.part, *self._arguments)
+
+    wait, calls = visit.wait, []
+
+    def interrupted(worker: visit.Worker, *arguments: Any) -> str | None:
+        calls.append(worker.process)
+        if len(calls) <= begins:
+            return wait(worker, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(visit, "Worker", Recorded)
+    monkeypatch.setattr(visit, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    assert len(workers) == 2 + begins
+    assert all(worker.process.poll() is not None for worker in workers)
+
+
 def test_a_report_is_printed_without_measuring(entries, tmp_path, capfd):
     Record(tmp_path / "record.jsonl").add("one", "fast", DONE, values={"s a step": "0.1 | 2"}, seconds=1.0)
     assert run(tmp_path, "--report") == 0
@@ -122,6 +152,9 @@ def measure_some(world: World, folder: Path) -> tuple[int, dict[str, str]]:
     for _ in range(2):
         assert worker.measure(some, "part", record, world, shared) == 0
     assert calls == ["fails", "does not apply", "works", "fails", "does not apply"]
+    late = Visit(small=True, folder=folder, deadline=time.monotonic())
+    assert worker.measure(some, "part", record, world, late) == 0
+    assert len(calls) == 5  # the visit has been killed, which would have ended this process
     some.insert(0, entry("breaks", torch.AcceleratorError("CUDA error: an illegal memory access was encountered")))
     return worker.measure(some, "part", record, world, shared), {
         name: row["state"] + row.get("message", "") for (_, name), row in record.last().items()

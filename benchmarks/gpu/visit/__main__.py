@@ -102,10 +102,12 @@ def visit(names: Sequence[str], record: Record, options: argparse.Namespace) -> 
             deadline = min(end, began + options.seconds) if number + 1 < len(names) else began + options.seconds
             worker, following = following, None
             assert worker is not None
-            if number + 1 < len(names):  # imports while this part computes
-                following = Worker(names[number + 1], options, log, cache)
-            print(f"{name}: until second {deadline - began:.0f} of {options.seconds:.0f}", flush=True)
-            measure_part(worker, record, deadline)
+            with contextlib.ExitStack() as stack:
+                stack.callback(worker.kill)
+                if number + 1 < len(names):  # imports while this part computes
+                    following = Worker(names[number + 1], options, log, cache)
+                print(f"{name}: until second {deadline - began:.0f} of {options.seconds:.0f}", flush=True)
+                measure_part(worker, record, deadline)
             write_report(record)
             print(f"{name}: ended in second {time.monotonic() - began:.0f}", flush=True)
     finally:
@@ -124,7 +126,7 @@ class Worker:
     """The process of a part. It imports its modules at once, and begins when it is told to."""
 
     def __init__(self, part: str, options: argparse.Namespace, log: Path, cache: str) -> None:
-        self.part, self._arguments = part, (options, log, cache)
+        self.part, self._arguments, self._killed = part, (options, log, cache), False
         # A compiler that is killed leaves files that break the next process, so each has a folder of its own.
         folders = {"EMBEDTRAIN_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(dir=cache)}
         environment = os.environ | PARTS[part].environment | folders | {"PYTHONUNBUFFERED": "1"}
@@ -147,18 +149,23 @@ class Worker:
         return Worker(self.part, *self._arguments)
 
     def kill(self) -> None:
-        """End it with all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, SIGKILL)
-        self.process.wait()
+        """End it with all that it has started, once: its id may be that of other processes later."""
+        if not self._killed:
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, SIGKILL)
+            self.process.wait()
 
 
 def measure_part(worker: Worker, record: Record, deadline: float) -> None:
     """Measure a part until the deadline, in new processes after one that has died or was ended."""
     while True:
         begun = time.monotonic()
-        worker.begin(max(0.0, deadline - begun))
-        reason = wait(worker, record, deadline)
+        try:
+            worker.begin(max(0.0, deadline - begun))
+            reason = wait(worker, record, deadline)
+        finally:  # Ctrl-C ends this process alone: that of the part has a session of its own
+            worker.kill()
         running = record.running(worker.part)
         if running is not None:
             record.add(worker.part, running["entry"], FAILED, message=reason, seconds=time.monotonic() - begun)
@@ -187,7 +194,6 @@ def wait(worker: Worker, record: Record, deadline: float) -> str | None:
             return f"it took more than its {running['limit']:g} s"
         time.sleep(POLL_SECONDS)
     code = worker.process.returncode
-    worker.kill()  # what it has started
     return None if code == 0 else f"its process ended with exit code {code}"
 
 

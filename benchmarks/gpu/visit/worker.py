@@ -38,7 +38,7 @@ def work(part: str, path: Path, *, small: bool) -> int:
 
 
 def measure(entries: Sequence["Entry"], part: str, record: Record, world: "World", visit: "Visit") -> int:
-    """Measure entries until one has broken the device; the exit code."""
+    """Measure entries until the deadline, or until one has broken the device; the exit code."""
     import torch
 
     from benchmarks.gpu.visit.entries import Skipped
@@ -47,6 +47,8 @@ def measure(entries: Sequence["Entry"], part: str, record: Record, world: "World
     record.announce(part, [entry.name for entry in left])
     for entry in left:
         started = time.monotonic()
+        if started > visit.deadline:  # the process that ends this one in time has been killed
+            break
         limit = entry.limit * (SMALL_FACTOR if visit.small else 1.0)
         record.add(part, entry.name, STARTED, limit=limit)
         try:

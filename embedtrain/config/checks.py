@@ -41,6 +41,7 @@ from embedtrain.config.recipe import (
     LoraConfig,
     ModelConfig,
     ParallelConfig,
+    Precision,
     Recipe,
     Strategy,
     TrainConfig,
@@ -260,6 +261,16 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         f"must be true, false, {SELECTIVE} or null, which recomputes as far as memory requires it",
     )
     check.require(parallel.compile in (True, False, "auto"), "compile", "expected auto, true or false")
+    check.require(
+        not parallel.fp8 or parallel.precision is not Precision.fp32,
+        "fp8",
+        "rounds the products of parallel.precision=bf16, not fp32; leave one out",
+    )
+    check.require(
+        not parallel.fp8 or importlib.util.find_spec("torchao") is not None,
+        "fp8",
+        f"needs the package torchao, which is not installed: {install_command('fp8')}, or leave it out",
+    )
 
 
 def _check_evaluation(recipe: Recipe) -> None:

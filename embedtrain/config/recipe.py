@@ -414,6 +414,9 @@ class ParallelConfig:
     accelerate_config: str | None = option(None, is_input=True)
     # torch.compile for each block, in the first steps; auto: on GPUs, except with `deterministic`
     compile: bool | str = "auto"
+    # Products of the linear layers of blocks in fp8 instead of bf16, in training: for models of a billion weights or
+    # more, on GPUs of compute capability 8.9 or above, with torchao.
+    fp8: bool = option(False, resume=Effect.changes_training)
     # Only kernels that repeat bit for bit on GPUs, at a cost that has not been measured yet; no effect on CPUs.
     deterministic: bool = False
     # seconds that a rank waits for the others before all end with an error

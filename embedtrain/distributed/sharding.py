@@ -9,6 +9,7 @@ the model is verified: the texts of verifications have forms that training never
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import re
@@ -41,7 +42,7 @@ from embedtrain.config.recipe import SELECTIVE, ParallelConfig, Precision, Strat
 from embedtrain.distributed.device import has_bf16
 from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.world import World, device_group
-from embedtrain.errors import ModelError, TrainingError
+from embedtrain.errors import ConfigError, ModelError, TrainingError
 from embedtrain.utils.formatting import format_count, one_line
 
 
@@ -242,6 +243,94 @@ _keep_products = functools.partial(create_selective_checkpoint_contexts, _policy
 def changes_kept_results(error: object) -> bool:
     """Whether this is torch's error about a block that changes in place what selective recomputation has kept."""
     return isinstance(error, RuntimeError) and "during selective activation checkpoint has been mutated" in str(error)
+
+
+# Compute capability of the first GPUs whose products take fp8, and a divisor of the sizes of matrices that they take.
+_FP8_CAPABILITY, _FP8_MULTIPLE = (8, 9), 16
+_FP8_MIN_WEIGHTS = 10**9  # of a model; rounding the operands of smaller products takes as long as it saves
+
+
+def use_fp8(encoder: nn.Module, blocks: Sequence[nn.Module], *, emulate: bool = False) -> str:
+    """Make the trained linear layers of the blocks of an encoder compute in fp8 in training, in place; a line about it.
+
+    torchao's recipe `rowwise_with_gw_hp`: outputs and gradients of inputs are products of fp8, with a scale for each
+    text token and each row of the weight, so that what a token gets does not depend on the other tokens of its chunk,
+    nor on the ranks. Gradients of weights are products of bf16. Weights, their names and evaluation stay as they are.
+
+    Args:
+        emulate: round to fp8, and multiply in fp32, which any device can.
+
+    Raises ConfigError if no layer can compute in fp8.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=emulate)
+    num_converted, others = 0, set[str]()
+    for block in blocks:
+        reasons = {name: _not_in_fp8(name, part) for name, part in block.named_modules() if isinstance(part, nn.Linear)}
+        converted = [name for name, reason in reasons.items() if reason is None]
+        others |= {f"{name} ({reason})" for name, reason in reasons.items() if reason is not None}
+        num_converted += len(converted)
+        convert_to_float8_training(
+            block, module_filter_fn=lambda _, name, names=frozenset(converted): name in names, config=config
+        )
+        for name in converted:
+            layer: Any = block.get_submodule(name)
+            layer.__class__ = _fp8_in_training(layer.__class__)
+    listed = ", ".join(sorted(others))
+    if not num_converted:
+        raise ConfigError(
+            "parallel.fp8=true: the blocks of the model have no trained linear layer that can compute in fp8"
+            f"{f' ({listed})' * bool(listed)}; leave it out"
+        )
+    in_bf16 = "gradients of weights, attention, embeddings, heads and evaluation" + f", {listed}" * bool(listed)
+    line = f"parallel.fp8: {num_converted} linear layers of blocks compute in fp8; in bf16: {in_bf16}"
+    weights = sum(parameter.numel() for parameter in encoder.parameters())
+    if weights >= _FP8_MIN_WEIGHTS:
+        return line
+    return f"{line}; a model of {format_count(weights, 'weight')}, below a billion, is not expected to become faster"
+
+
+def _not_in_fp8(name: str, layer: nn.Linear) -> str | None:
+    """Why a linear layer of a block does not compute in fp8."""
+    if "lora_" in name or not layer.weight.requires_grad:
+        return "LoRA" if "lora_" in name or name.endswith(".base_layer") else "not trained"
+    if type(layer) is not nn.Linear:
+        return type(layer).__name__
+    if layer.in_features % _FP8_MULTIPLE or layer.out_features % _FP8_MULTIPLE:
+        return f"{layer.in_features} x {layer.out_features}, not multiples of {_FP8_MULTIPLE}"
+    return None
+
+
+@functools.cache
+def _fp8_in_training(kind: Any) -> Any:
+    """A subclass of torchao's layer that computes as a linear layer in evaluation, as the exported model does."""
+
+    class Fp8Linear(kind):  # type: ignore[misc]
+        def forward(self, input: Tensor) -> Tensor:
+            if self.training:
+                output: Tensor = kind.forward(self, input)
+                return output
+            return nn.functional.linear(input, self.weight, self.bias)
+
+    return Fp8Linear
+
+
+def require_fp8(world: World, precision: Precision) -> None:
+    """Raise a ConfigError if a rank cannot compute in fp8. A collective; `precision` is that of all ranks."""
+    device = world.device
+    own = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    capability = min(map(tuple, world.gather(own)))
+    if capability < _FP8_CAPABILITY:
+        found = "one of {}.{}".format(*capability) if device.type == "cuda" else "a CPU"
+        raise ConfigError(
+            "parallel.fp8=true: needs GPUs of compute capability {}.{} or above (L4, RTX 4090, H100), and this is "
+            "{}; leave it out".format(*_FP8_CAPABILITY, found)
+        )
+    if precision is not Precision.bf16:
+        raise ConfigError(
+            f"parallel.fp8=true: rounds products of bf16, and this run has {precision.value}; leave it out"
+        )
 
 
 def compiles_blocks(parallel: ParallelConfig, device: torch.device) -> bool:

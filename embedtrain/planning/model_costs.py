@@ -26,7 +26,12 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from embedtrain.config.recipe import SELECTIVE, Precision, Recipe
 from embedtrain.data.types import Chunk
-from embedtrain.distributed.sharding import changes_kept_results, large_embedding, recompute_activations
+from embedtrain.distributed.sharding import (
+    changes_kept_results,
+    large_embedding,
+    recompute_activations,
+    use_fp8,
+)
 from embedtrain.formats.hub import download_configuration
 from embedtrain.formats.peft import open_adapter
 from embedtrain.formats.source import open_model_source
@@ -543,7 +548,10 @@ def build_meta_encoder(recipe: Recipe) -> MetaEncoder:
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
     length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
     length = min(length, source.kind.max_document_length(source) or length)
-    return MetaEncoder(encoder, source, find_blocks(encoder, recipe.parallel.block_class, required=False), length)
+    blocks = find_blocks(encoder, recipe.parallel.block_class, required=False)
+    if recipe.parallel.fp8:
+        use_fp8(encoder, blocks)
+    return MetaEncoder(encoder, source, blocks, length)
 
 
 def _stored_dtype(source: ModelSource) -> torch.dtype:

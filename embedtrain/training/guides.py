@@ -1,6 +1,7 @@
 """Guides and teachers of a loss: frozen models that encode the same texts, or their vectors on disk."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -219,7 +220,7 @@ def load_guides(
                 f"vectors with embedtrain vectors model={path}, and name their directory instead"
             )
         try:
-            loaded = load_model(options, parallel, world, seed=0)
+            loaded = load_model(options, replace(parallel, fp8=False), world, seed=0)
         except (ConfigError, ModelError) as error:
             reason = str(error).removeprefix(f"model.path={name}: ")
             reason += " (it has to be a sentence-transformers model)"

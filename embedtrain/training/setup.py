@@ -17,7 +17,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.device import advise_when_exhausted, has_bf16
-from embedtrain.distributed.sharding import copy_local_rows, resolve_precision
+from embedtrain.distributed.sharding import copy_local_rows, require_fp8, resolve_precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.formats.export_record import require_only_export
@@ -62,6 +62,8 @@ def choose_precision(recipe: Recipe, run_dir: RunDirectory, world: World, consol
             saved = run_dir.saved_precision()
     saved = world.broadcast(saved)
     precision = resolve_precision(parallel.precision if saved is None else Precision(saved), world)
+    if parallel.fp8:
+        require_fp8(world, precision)
     if precision is Precision.bf16 and device.type == "cpu" and not has_bf16(device):
         console.note("this CPU has no bf16 instructions (AMX, AVX512-BF16): parallel.precision=fp32 is faster")
     elif parallel.precision is Precision.auto:

@@ -1,10 +1,13 @@
-"""Qwen3-4B with adapters and whole, the stall of a checkpoint, and a step under compute-sanitizer."""
+"""Qwen3-4B with adapters, whole and in fp8, the stall of a checkpoint, and a step under compute-sanitizer."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+
+import torch
 
 from benchmarks.comparison import OPTIM
 from benchmarks.gpu.checkpoints import HEADER, rows
@@ -27,12 +30,27 @@ VARIANTS = (
     Variant(name="moments in int8", options=RECOMPUTED, optim=replace(OPTIM, state_dtype=StateDtype.int8)),
 )
 
+COMPILED = ("compile=true", "activation_checkpointing=true")
+OF_FP8 = tuple(
+    Variant(name=f"{name}, compiled", options=(*COMPILED, *more), optim=VARIANTS[-1].optim)
+    for name, more in (("products in bf16", ()), ("products in fp8", ("fp8=true",)))
+)
+
 
 def large_model(variant: Variant, world: World, visit: Visit) -> Values:
     """Steps of Qwen3-4B."""
     sized = sized_named("Qwen3-4B", small=visit.small).of_length(LENGTH)
     sized = replace(sized, pairs=max(2, int(sized.pairs * batch_share(world.device))))
     return train_values(sized, variant, world, visit)
+
+
+def products(variant: Variant, world: World, visit: Visit) -> Values:
+    """Steps of Qwen3-4B that are compared: products in bf16 and in fp8, which a CPU emulates."""
+    if importlib.util.find_spec("torchao") is None:
+        raise Skipped("needs torchao")
+    if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
+        raise Skipped("needs compute capability 8.9")
+    return large_model(variant, world, visit)
 
 
 def stall(world: World, visit: Visit) -> Values:
@@ -67,6 +85,10 @@ def one_step() -> None:
 
 ENTRIES = (
     *(Entry(name=f"Qwen3-4B, {variant.name}", measure=partial(large_model, variant)) for variant in VARIANTS),
+    *(
+        Entry(name=f"Qwen3-4B, {variant.name}", measure=partial(products, variant), unpretended=True)
+        for variant in OF_FP8
+    ),
     Entry(name="the stall of a checkpoint of XLM-R-large", measure=stall),
     Entry(name="memcheck of one step", measure=sanitized, limit=120),
 )

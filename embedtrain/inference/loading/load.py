@@ -30,6 +30,7 @@ from embedtrain.distributed.sharding import (
     reshard,
     resolve_precision,
     shard_encoder,
+    use_fp8,
     warm_up,
 )
 from embedtrain.distributed.world import World
@@ -72,7 +73,7 @@ from embedtrain.planning.memory import ClusterSpec, StepWorkload, fit_activation
 from embedtrain.planning.model_costs import ModelSpec, model_spec
 from embedtrain.planning.strategy import LayoutChoice, choose_encoding_layout, choose_layout
 
-QUIET_LOGGERS = ("sentence_transformers", "datasets", "huggingface_hub", "torch.distributed")
+QUIET_LOGGERS = ("sentence_transformers", "datasets", "huggingface_hub", "torch.distributed", "torchao")
 
 # The variable that accelerate and transformers read the layer class from.
 BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
@@ -140,6 +141,8 @@ def load_model(
         packing = prepare_packing(encoder, model.attention, parallel, capability)
         packed = packing.padding_reason is None
         adapted = _add_adapters(encoder, model.lora, parallel, source)
+        if parallel.fp8 and work is not None:
+            notes.append(use_fp8(encoder, blocks, emulate=world.device.type == "cpu"))  # which training refuses
         costs = _model_spec(encoder, blocks, parallel, bound, world, packed=packed)
         work = None if work is None else replace(work, tokens_per_text=bound.longest_text)
         choice, activation_tokens = _choose_layout(parallel, machines, costs, work, free)

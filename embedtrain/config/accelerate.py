@@ -50,7 +50,7 @@ _TPU_KEYS = "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm",
 _REJECTED = dict.fromkeys(_TPU_KEYS, "training runs on GPUs or CPUs, not on TPUs") | {
     "deepspeed_config": "write parallel.strategy=fsdp instead of DeepSpeed",
     "megatron_lm_config": "write parallel.strategy=fsdp instead of Megatron-LM",
-    "fp8_config": "models are computed in bf16 or fp32; write parallel.precision=bf16",
+    "fp8_config": "write parallel.fp8=true with parallel.precision=bf16, which chooses its own scales",
     "fsdp_activation_checkpointing_offload": "recomputed activations stay on the device; leave it out",
 }
 _PARALLELISM = ("tp_size", "cp_size", "sp_size", "pp_size", "ep_size")
@@ -257,7 +257,7 @@ _TRANSLATORS: dict[str, Translator] = {
         "parallel.precision",
         # YAML reads an unquoted no as false
         {"BF16": Precision.bf16} | dict.fromkeys(["NO", "NONE", "FALSE"], Precision.fp32),
-        "models are computed in bf16 or fp32; write bf16, or no",
+        "models are computed in bf16 or fp32; write bf16, or no (parallel.fp8=true is an option of the recipe)",
     ),
     "fsdp_sharding_strategy": _translate_sharding,
     "fsdp_reshard_after_forward": _translate_sharding,

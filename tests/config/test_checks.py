@@ -22,6 +22,7 @@ from embedtrain.config.recipe import (
     BaseDtype,
     LoraConfig,
     Pooling,
+    Precision,
     Recipe,
     Strategy,
     TrainSource,
@@ -233,6 +234,7 @@ CASES = [
     option("parallel.shard_size", 2),
     option("parallel.shard_size", 0, parallel__strategy=Strategy.hsdp),
     option("parallel.activation_checkpointing", "full"),
+    option("parallel.fp8", True, parallel__precision=Precision.fp32),
     option("parallel.compile", "always"),
     option("parallel.timeout", 0.0),
     option("parallel.timeout", INFINITE),
@@ -379,9 +381,14 @@ def test_every_check_has_a_case(monkeypatch):
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: None)
     recipe = valid_recipe()
     recipe.model.lora = LoraConfig(rank=4, load_in_4bit=True)
-    caught = rejected(recipe)
-    caught.match(r"model\.lora\.load_in_4bit=true: .*bitsandbytes")
-    assert all_checks(*modules) - reached - {failed_check(caught.value, *modules)} == set()
+    in_4bit = rejected(recipe)
+    in_4bit.match(r"model\.lora\.load_in_4bit=true: .*bitsandbytes")
+    recipe = valid_recipe()
+    recipe.parallel.fp8 = True
+    in_fp8 = rejected(recipe)
+    in_fp8.match(r"^parallel\.fp8=true: .*torchao.*\[fp8\]")
+    reached |= {failed_check(caught.value, *modules) for caught in (in_4bit, in_fp8)}
+    assert all_checks(*modules) - reached == set()
 
 
 @pytest.mark.parametrize(

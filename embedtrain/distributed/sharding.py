@@ -86,6 +86,8 @@ _GUARDS: "weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = weakref
 # The blocks of sharded encoders, whose classes FSDP has renamed. Not by encoder: a block refers to its encoder through
 # FSDP, so that the entry would keep the encoder, and with it the process groups of its mesh.
 _BLOCKS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# Blocks whose activations are all recomputed.
+_RECOMPUTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 # Classes of blocks that run eagerly although they were to be compiled, and why, by encoder.
 _EAGER: "weakref.WeakKeyDictionary[nn.Module, dict[str, str]]" = weakref.WeakKeyDictionary()
 # Graphs of one class of blocks. Each kind of its layers (three in ModernBERT) has one for passes with gradients, one
@@ -192,6 +194,8 @@ def recompute_activations(blocks: Iterable[nn.Module], which: bool | str) -> Non
     """
     for block in blocks:
         block.forward = _recomputed(block.forward, selective=which == SELECTIVE)
+        if which is True:
+            _RECOMPUTED.add(block)
 
 
 def _recomputed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
@@ -359,15 +363,23 @@ def compile_blocks(encoder: nn.Module) -> None:
     torch._functorch.config.force_non_lazy_backward_lowering = True
     for block in blocks:
         # Not its call, as in `_recomputed`. The hooks of FSDP and of early exits stay outside of the graph.
-        block.forward = _compiled(block.forward, type(block).__name__.removeprefix("FSDP"), failed)
+        name, recomputed = type(block).__name__.removeprefix("FSDP"), block in _RECOMPUTED
+        forward = vars(block.forward)["__wrapped__"] if recomputed else block.forward
+        block.forward = _compiled(forward, name, failed, recomputed=recomputed)
     # Not inside compiled blocks, where a Python hook would break the graph at every linear layer.
     remove_guards(encoder)
     _guard_direct_calls(encoder, outside=blocks)
 
 
-def _compiled(forward: Callable[..., Any], name: str, failed: dict[str, str]) -> Callable[..., Any]:
+def _compiled(
+    forward: Callable[..., Any], name: str, failed: dict[str, str], *, recomputed: bool
+) -> Callable[..., Any]:
     """`forward`, compiled until a block of this name fails, which is recorded."""
     compiled = torch.compile(forward, fullgraph=True, dynamic=True)
+    if recomputed:
+        # Around the graph: one that recomputes all of a padded attention with dropout draws other masks than the graph
+        # of the pass without gradients.
+        compiled, forward = _recomputed(compiled, selective=False), _recomputed(forward, selective=False)
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:

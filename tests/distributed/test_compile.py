@@ -262,7 +262,7 @@ def gradients_of_batch(
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["bert", "modernbert", "qwen3"])
 @pytest.mark.parametrize("attention", [Attention.auto, Attention.padded])
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("recomputed", [False, SELECTIVE, True])
 def test_losses_and_gradients_are_those_of_eager_blocks(ranks, architecture, attention, recomputed):
     """Through Inductor, with chunks that are kept and encoded twice."""
     model, changes = model_of(architecture, attention=attention), {"activation_checkpointing": recomputed}
@@ -274,7 +274,7 @@ def test_losses_and_gradients_are_those_of_eager_blocks(ranks, architecture, att
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", [Attention.auto, Attention.padded])
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("recomputed", [False, SELECTIVE, True])
 def test_dropout_of_graphs_is_replayed(ranks, attention, recomputed):
     """Passes without gradients are other graphs than those with gradients, but have the same masks."""
     model, changes = model_of("bert", attention=attention, dropout=0.2), {"activation_checkpointing": recomputed}

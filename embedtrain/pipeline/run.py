@@ -47,6 +47,8 @@ from embedtrain.utils.formatting import format_count, format_duration
 LOCK, STAGES = "run.lock", "stages"
 _FILES = ("pipeline.yaml", "lineage.json", "report.html", "stopped.json", "from.json", "state.json")
 _UNLIMITED = 10 * 365 * 86400.0  # seconds
+LINEAGE_FILE = "lineage.json"
+_CARD_HEADING = "## How this model was made"
 _SKIP, _BEGIN, _RESUME = "skip", "begin", "resume"
 
 
@@ -302,10 +304,6 @@ def without_timeout(world: World) -> Iterator[World]:
 
 def _versions() -> dict[str, str]:
     return {"embedtrain": __version__, "torch": torch.__version__}
-
-
-LINEAGE_FILE = "lineage.json"
-_CARD_HEADING = "## How this model was made"
 
 
 def figures_of(result: Any) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from embedtrain.pipeline.types import Pipeline, Stage, is_training, leaves
 from embedtrain.utils.files import Checksums, atomic_write, checksum_of, file_checksum
 from embedtrain.utils.records import read_record
 
+STAGE_FILE = "stage.json"
+_KEY = re.compile(r"[^.\[]+|\[\d+\]")  # of dotted names: data.train[0].path
+
 
 def options_of(stage: Stage) -> dict[str, Any]:
     """The options that the results depend on, by dotted name, with plain values; paths of inputs are among them."""
@@ -115,10 +118,6 @@ class ContentDigests:
         except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
-
-
-STAGE_FILE = "stage.json"
-_KEY = re.compile(r"[^.\[]+|\[\d+\]")  # of dotted names: data.train[0].path
 
 
 @dataclass(frozen=True)

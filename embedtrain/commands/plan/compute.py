@@ -46,6 +46,24 @@ if TYPE_CHECKING:
     from embedtrain.commands.plan import PlanOptions
 
 _MAX_RANKS = 4096
+# What the memory and the traffic of a search consist of.
+_MEMORY = {
+    "parameters": "parameters",
+    "gathered": "unsharded weights",
+    "activations": "activations of a forward pass",
+    "embeddings": "embeddings of a block of texts",
+    "index": "vectors that a search reads",
+    "buffers": "scores and candidates of a search",
+    "host_index": "vectors in host memory",
+    "host_plan": "which rank encodes which text",
+    "host_tokens": "tokens",
+}
+_TRAFFIC = {
+    "weights": "all-gathers of weights",
+    "texts": "hashes, lengths and tokens of texts",
+    "queries": "vectors of queries",
+    "results": "results",
+}
 # Rows of a source that are read for their number of negatives, and the bytes of the piece in which they are.
 _SAMPLED_ROWS, _SAMPLED_BYTES = 256, 1 << 20
 
@@ -338,25 +356,6 @@ def changes(
     if work.tokens_per_text > 128:
         sentences.append("model.max_length=...: if your texts are shorter")
     return sentences
-
-
-_MEMORY = {
-    "parameters": "parameters",
-    "gathered": "unsharded weights",
-    "activations": "activations of a forward pass",
-    "embeddings": "embeddings of a block of texts",
-    "index": "vectors that a search reads",
-    "buffers": "scores and candidates of a search",
-    "host_index": "vectors in host memory",
-    "host_plan": "which rank encodes which text",
-    "host_tokens": "tokens",
-}
-_TRAFFIC = {
-    "weights": "all-gathers of weights",
-    "texts": "hashes, lengths and tokens of texts",
-    "queries": "vectors of queries",
-    "results": "results",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,17 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mteb
 import numpy as np
 import pytest
+import torch
+from mteb.types import PromptType
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
-from embedtrain.commands.evaluate.mteb_client import resolve_tasks
+from embedtrain.commands.evaluate.mteb_client import MtebSettings, ShardedModel, resolve_tasks
+from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError
 from tests.evaluate.mteb_ranks import run, run_and_fail
 from tests.evaluate.mteb_tasks import KINDS, Classification, Reranking, Retrieval, Sts
@@ -146,6 +150,20 @@ def test_mteb_is_not_installed(monkeypatch):
 def test_name_of_a_set_is_rejected():
     with pytest.raises(ConfigError, match="mteb: STS12 "):
         resolve_tasks(["STS12"], reserved_names=["dev", "STS12"])
+
+
+def test_queries_of_pairs_are_encoded_as_queries():
+    """A model of two towers has one for them: tasks with pairs name what the first texts are."""
+    commands = []
+
+    def answer(command):
+        commands.append(command)
+        return torch.zeros(len(command.texts), 2)
+
+    model = ShardedModel(SimpleNamespace(run=answer), MtebSettings({}, "", "cosine"), None)
+    for prompt_type in (PromptType.query, PromptType.document, None):
+        model.encode([{"text": ["a", "b"]}], task_metadata=Sts.metadata, prompt_type=prompt_type)
+    assert [command.role for command in commands] == [TextRole.query, TextRole.document, TextRole.document]
 
 
 @pytest.mark.slow

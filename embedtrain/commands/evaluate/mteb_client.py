@@ -52,10 +52,11 @@ class StartTask:
 
 @dataclass(frozen=True, slots=True)
 class EncodeTexts:
-    """Encode texts; every rank gets the vectors, not normalized."""
+    """Encode texts; every rank gets the vectors, not normalized. A model that encodes all alike ignores the role."""
 
     texts: list[str]
     prompt: str
+    role: TextRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ class CommandChannel:
             raise FailedElsewhere(f"rank 0 failed while running {self._task}: {command.error}")
 
     def _broadcast(self, command: Command | None) -> Command:
-        received = self._channel.broadcast(command, *get_args(Command))
+        received = self._channel.broadcast(command, *get_args(Command), TextRole)
         assert received is not None, "rank 0 sends a command"
         return received
 
@@ -161,8 +162,8 @@ class CommandChannel:
         match command:
             case StartTask(task):
                 self._task, self._index = task, None
-            case EncodeTexts(texts, prompt):
-                role = TextRole.query if self.encoder.score.is_symmetric else TextRole.document
+            case EncodeTexts(texts, prompt, role):
+                role = TextRole.query if self.encoder.score.is_symmetric else role
                 return self.encoder.encode_all(texts, prompt, role=role, label="encoding texts")
             case NewIndex(priorities):
                 self._index = ShardedIndex(torch.from_numpy(priorities), self.world, self._config, self.encoder.score)
@@ -233,11 +234,15 @@ class ShardedModel:
                 "only tasks of retrieval and reranking are supported"
             )
         prompt = self._prompt(task_metadata, prompt_type)
-        parts: list[Tensor] = [
-            self._channel.run(EncodeTexts(texts, prompt)).cpu()
-            for texts in _text_batches(_texts(inputs), self._max_characters)
-        ]
-        return np.concatenate([part.numpy() for part in parts or [self._channel.run(EncodeTexts([], prompt)).cpu()]])
+        # Of mteb's PromptType, a string.
+        role = TextRole.query if prompt_type == "query" else TextRole.document
+
+        def encode(texts: list[str]) -> NDArray[np.float32]:
+            vectors: Tensor = self._channel.run(EncodeTexts(texts, prompt, role)).cpu()
+            return vectors.numpy()
+
+        parts = [encode(texts) for texts in _text_batches(_texts(inputs), self._max_characters)]
+        return np.concatenate(parts or [encode([])])
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Similarity of all pairs, [n, m]."""

@@ -260,7 +260,8 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         "activation_checkpointing",
         f"must be true, false, {SELECTIVE} or null, which recomputes as far as memory requires it",
     )
-    check.require(parallel.compile in (True, False, "auto"), "compile", "expected auto, true or false")
+    for name in ("compile", "fused_kernels"):
+        check.require(getattr(parallel, name) in (True, False, "auto"), name, "expected auto, true or false")
     check.require(
         not parallel.fp8 or parallel.precision is not Precision.fp32,
         "fp8",
@@ -270,6 +271,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         not parallel.fp8 or importlib.util.find_spec("torchao") is not None,
         "fp8",
         f"needs the package torchao, which is not installed: {install_command('fp8')}, or leave it out",
+    )
+    check.require(
+        parallel.fused_kernels is not True or importlib.util.find_spec("liger_kernel") is not None,
+        "fused_kernels",
+        f"needs the package liger-kernel, which is not installed: {install_command('liger')}, or write auto",
     )
 
 

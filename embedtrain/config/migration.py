@@ -191,7 +191,13 @@ TRAINER = (
         "torch_compile",
         "`parallel.compile`; `auto` compiles on GPUs",
         Flag("parallel.compile=true", "parallel.compile=false"),
-        also="torch_compile_backend torch_compile_mode torchdynamo use_liger_kernel",
+        also="torch_compile_backend torch_compile_mode torchdynamo",
+    ),
+    Row(
+        "use_liger_kernel",
+        "`parallel.fused_kernels`, of layers that are not compiled; `auto` uses them on GPUs",
+        Flag("parallel.fused_kernels=true parallel.compile=false", "parallel.fused_kernels=false"),
+        also="liger_kernel_config",
     ),
     Row(
         "fsdp fsdp_config",

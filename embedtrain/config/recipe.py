@@ -417,6 +417,9 @@ class ParallelConfig:
     # Products of the linear layers of blocks in fp8 instead of bf16, in training: for models of a billion weights or
     # more, on GPUs of compute capability 8.9 or above, with torchao.
     fp8: bool = option(False, resume=Effect.changes_training)
+    # RMSNorm, rotary positions and SwiGLU of layers that are not compiled by liger-kernel; auto: on GPUs where it is
+    # installed
+    fused_kernels: bool | str = "auto"
     # Only kernels that repeat bit for bit on GPUs, at a cost that has not been measured yet; no effect on CPUs.
     deterministic: bool = False
     # seconds that a rank waits for the others before all end with an error

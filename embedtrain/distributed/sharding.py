@@ -90,6 +90,10 @@ _BLOCKS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _RECOMPUTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 # Classes of blocks that run eagerly although they were to be compiled, and why, by encoder.
 _EAGER: "weakref.WeakKeyDictionary[nn.Module, dict[str, str]]" = weakref.WeakKeyDictionary()
+# What is done with such blocks, by encoder.
+_FALLBACKS: "weakref.WeakKeyDictionary[nn.Module, Fallback]" = weakref.WeakKeyDictionary()
+# A collective that changes blocks which cannot be compiled, and returns lines for the user.
+Fallback = Callable[[Sequence[nn.Module]], list[str]]
 # Graphs of one class of blocks. Each kind of its layers (three in ModernBERT) has one for passes with gradients, one
 # without, and one for evaluation, and for padded texts again as many with and without a mask. Torch's limit is 8.
 _MAX_GRAPHS = 64
@@ -349,12 +353,13 @@ def compiles_blocks(parallel: ParallelConfig, device: torch.device) -> bool:
     return device.type == "cuda" and has_triton and not parallel.deterministic
 
 
-def compile_blocks(encoder: nn.Module) -> None:
+def compile_blocks(encoder: nn.Module, fallback: Fallback) -> None:
     """Compile the forward pass of each block of a sharded encoder in place, as a whole and for all lengths.
 
     Compilation happens in the passes that first need a graph. A block that cannot be compiled runs eagerly, as do all
-    of its class; `EagerBlocks` says why.
+    of its class; `EagerBlocks` says why, and calls `fallback` with them.
     """
+    _FALLBACKS[encoder] = fallback
     blocks = [part for part in encoder.modules() if part in _BLOCKS]
     failed = _EAGER.setdefault(encoder, {})
     # Both settings belong to the process, and apply when a graph is compiled. Without the second one a graph whose
@@ -363,12 +368,16 @@ def compile_blocks(encoder: nn.Module) -> None:
     torch._functorch.config.force_non_lazy_backward_lowering = True
     for block in blocks:
         # Not its call, as in `_recomputed`. The hooks of FSDP and of early exits stay outside of the graph.
-        name, recomputed = type(block).__name__.removeprefix("FSDP"), block in _RECOMPUTED
+        name, recomputed = _class_name(block), block in _RECOMPUTED
         forward = vars(block.forward)["__wrapped__"] if recomputed else block.forward
         block.forward = _compiled(forward, name, failed, recomputed=recomputed)
     # Not inside compiled blocks, where a Python hook would break the graph at every linear layer.
     remove_guards(encoder)
     _guard_direct_calls(encoder, outside=blocks)
+
+
+def _class_name(block: nn.Module) -> str:
+    return type(block).__name__.removeprefix("FSDP")
 
 
 def _compiled(
@@ -408,17 +417,22 @@ class EagerBlocks:
     def name(self, world: World) -> list[str]:
         """A sentence about each class of blocks that failed on any rank and has no sentence yet. A collective.
 
-        All ranks run the blocks of these classes eagerly from now on.
+        All ranks run the blocks of these classes eagerly from now on; their fallbacks add sentences.
         """
         of_ranks = world.gather(self._unnamed())
         reasons = {name: reason for of_rank in reversed(of_ranks) for name, reason in of_rank.items()}
         self._named |= reasons.keys()
+        notes = list[str]()
         for encoder in self._encoders:
             _EAGER.get(encoder, {}).update(reasons)
-        return [
+            blocks = [part for part in encoder.modules() if part in _BLOCKS and _class_name(part) in reasons]
+            if blocks and encoder in _FALLBACKS:
+                notes += _FALLBACKS[encoder](blocks)
+        sentences = [
             f"parallel.compile: {name} cannot be compiled and runs eagerly, which is slower: {reason}"
             for name, reason in reasons.items()
         ]
+        return sentences + list(dict.fromkeys(notes))
 
     def _unnamed(self) -> dict[str, str]:
         failed = (item for encoder in self._encoders for item in _EAGER.get(encoder, {}).items())

@@ -36,7 +36,7 @@ from embedtrain.formats.hub import download_configuration
 from embedtrain.formats.peft import open_adapter
 from embedtrain.formats.source import open_model_source
 from embedtrain.models.adapters import add_adapters, four_bit_layers, frozen_dtype
-from embedtrain.models.blocks import find_blocks
+from embedtrain.models.blocks import Kernels, find_blocks, fuse
 from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import Encoder, hidden_size
 from embedtrain.models.stored_weights import stored_dtype
@@ -124,11 +124,13 @@ def measure_activations(
     recompute: bool | str,
     gpu: bool,
     packed: bool = False,
+    fused: bool = False,
 ) -> Activations:
     """Run one and two blocks of the encoder forward and backward on the meta device.
 
     The encoder is on the meta device, has `requires_grad` as in training, and is not modified. With `gpu` dropout keeps
-    one byte per element, as on CUDA, else the compute type. Raises what the model's own code raises on the meta device.
+    one byte per element, as on CUDA, else the compute type; with `fused` blocks compute with fused kernels. Raises what
+    the model's own code raises on the meta device.
     """
     passes = []
     attention = (_PACKED_ON_GPU if gpu else _PACKED_ON_CPU) if packed else _PADDED
@@ -140,6 +142,8 @@ def measure_activations(
                 copy for block, copy in zip(encoder.modules(), part.modules(), strict=True) if id(block) in included
             ]
         _prepare(part, dtype, attention, gpu=gpu)
+        if fused:
+            fuse(copied, _KERNEL_SHAPES)
         if recompute:
             recompute_activations(copied, recompute)
         passes.append(_measure_passes(part, tokens_per_text))
@@ -296,6 +300,42 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, *, masked: bool) -> Tensor
     return out
 
 
+class _Norm(torch.autograd.Function):
+    """Allocates and saves what a fused norm does: its input, and a number in fp32 for each of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *_: object) -> Tensor:
+        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, _ = ctx.saved_tensors
+        return torch.empty_like(hidden), torch.empty_like(weight), None, None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """Saves what a fused SwiGLU does, and has the gradients in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        gate, up = ctx.saved_tensors
+        return gate, up
+
+
+_KERNEL_SHAPES = Kernels(
+    norm=_Norm.apply,
+    silu=_Product.apply,
+    gelu=_Product.apply,
+    rotate=lambda q, k, cos, sin: (q, k),
+)
+
+
 # transformers has no mask function for these names, so it creates no mask.
 AttentionInterface.register(_PADDED, _padded)
 AttentionInterface.register(_PACKED_ON_GPU, _packed_on_gpu)
@@ -419,11 +459,13 @@ def model_spec(
     tokens_per_text: int,
     gpu: bool,
     packed: bool = False,
+    fused: bool = False,
     vectors: tuple[int, int] = (1, 1),
 ) -> ModelSpec:
     """The costs of an encoder on the meta device, with `requires_grad` and types as in training.
 
-    `blocks` are the modules that become separate FSDP groups, `vectors` the vectors of a query and of a document.
+    `blocks` are the modules that become separate FSDP groups, `fused` says whether they compute with fused kernels, and
+    `vectors` are the vectors of a query and of a document.
     """
     embeddings = [part for tower in encoder.towers.values() if (part := large_embedding(tower)) is not None]
     grouped = {id(p) for block in blocks for p in block.parameters()}
@@ -463,6 +505,7 @@ def model_spec(
                     recompute=recompute,
                     gpu=gpu,
                     packed=packed,
+                    fused=fused,
                 )
                 for tower, blocks_of_tower in towers.items()
             ]

@@ -236,6 +236,7 @@ CASES = [
     option("parallel.activation_checkpointing", "full"),
     option("parallel.fp8", True, parallel__precision=Precision.fp32),
     option("parallel.compile", "always"),
+    option("parallel.fused_kernels", "always"),
     option("parallel.timeout", 0.0),
     option("parallel.timeout", INFINITE),
     option("parallel.step_timeout", 0.0),
@@ -379,6 +380,11 @@ def test_every_check_has_a_case(monkeypatch):
         recipes.append(recipe)
     reached = {failed_check(rejected(recipe).value, *modules) for recipe in recipes}
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: None)
+    recipe = valid_recipe()
+    recipe.parallel.fused_kernels = True
+    caught = rejected(recipe)
+    caught.match(r"parallel\.fused_kernels=true: .*liger-kernel.*pip install")
+    reached.add(failed_check(caught.value, *modules))
     recipe = valid_recipe()
     recipe.model.lora = LoraConfig(rank=4, load_in_4bit=True)
     in_4bit = rejected(recipe)

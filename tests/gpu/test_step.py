@@ -1,5 +1,6 @@
 """Training steps on the device in every layout, and dropout, against the same steps on one rank of the CPU."""
 
+import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.optim import OptimConfig
-from embedtrain.config.recipe import Attention, LoraConfig, ModelConfig, Precision, Strategy
+from embedtrain.config.recipe import SELECTIVE, Attention, LoraConfig, ModelConfig, Precision, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
@@ -120,6 +121,17 @@ def reference(ranks: Any, architecture: str, lora: bool) -> Trained:
 def test_compiled_blocks(ranks, device_ranks):
     (actual,) = device_ranks(1, train, model_of("qwen3"), Precision.bf16, {"compile": True}, timeout=500)
     assert_equal_training(actual, reference(ranks, "qwen3", False), Precision.bf16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3_text"])
+def test_fused_kernels(ranks, gpu_ranks, architecture):
+    """Of liger-kernel, which is compared with the modules in fp32 and bf16 when the model is loaded."""
+    for precision in (Precision.bf16, Precision.fp32):
+        options = {"fused_kernels": True, "activation_checkpointing": SELECTIVE}
+        (actual,) = gpu_ranks(1, train, model_of(architecture), precision, options, timeout=500)
+        assert_equal_training(actual, reference(ranks, architecture, False), precision)
 
 
 def dropout_gradients(

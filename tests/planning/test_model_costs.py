@@ -9,8 +9,10 @@ from torch import nn
 from embedtrain.config.recipe import LoraConfig, Precision
 from embedtrain.data.types import Chunk
 from embedtrain.models.adapters import add_adapters
+from embedtrain.models.blocks import find_blocks, fuse
 from embedtrain.planning import model_costs
 from embedtrain.planning.model_costs import model_spec
+from tests.models.test_fused_kernels import torch_kernels
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built, spec_of
 from tests.small import ARCHITECTURES, small_model
 
@@ -41,8 +43,13 @@ def measure_saved_bytes(encoder, texts: int) -> int:
     return sum(size for size, _ in held.values())
 
 
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_activations_of_a_block_equal_what_autograd_saves(architecture):
+FUSED = ("llama", "qwen3", "gemma3_text")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fused"), [*((name, False) for name in ARCHITECTURES), *((name, True) for name in FUSED)]
+)
+def test_activations_of_a_block_equal_what_autograd_saves(architecture, fused):
     """Four blocks minus two, with real tensors."""
     real = []
     for layers in (2, 4):
@@ -53,12 +60,27 @@ def test_activations_of_a_block_equal_what_autograd_saves(architecture):
             for parameter in encoder.parameters():
                 parameter.normal_(0.0, 0.1)
         rebuilt = built_for_real(encoder)
+        if fused:
+            fuse(find_blocks(rebuilt), torch_kernels())
         real.append(measure_saved_bytes(rebuilt, 4) / (4 * LENGTH))
     encoder, blocks = small(architecture, num_hidden_layers=4)
     model = model_costs.measure_activations(
-        encoder, blocks, dtype=torch.float32, tokens_per_text=LENGTH, recompute=False, gpu=False
+        encoder, blocks, dtype=torch.float32, tokens_per_text=LENGTH, recompute=False, gpu=False, fused=fused
     )
     assert model.block == pytest.approx((real[1] - real[0]) / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_fused_kernels_keep_less(architecture):
+    """In bf16, in which the norms of modules keep fp32 besides."""
+    encoder, blocks = small(architecture)
+    kept = [
+        model_spec(encoder, blocks, precision=Precision.bf16, tokens_per_text=LENGTH, gpu=True, fused=fused)
+        .activations(False)
+        .block
+        for fused in (False, True)
+    ]
+    assert kept[1] < 0.75 * kept[0]
 
 
 def built_for_real(encoder):

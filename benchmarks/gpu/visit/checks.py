@@ -3,6 +3,7 @@
 The test functions are called with functions in place of their fixtures: every rank is this process.
 """
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -16,7 +17,7 @@ from benchmarks.comparison import make_step_context
 from benchmarks.gpu.__main__ import OTHER_KINDS
 from benchmarks.gpu.models import RandomTexts, load, saved, sized_named, tiny
 from benchmarks.gpu.training import loss_of, matmul_rate, rank_batch, timed
-from benchmarks.gpu.visit.entries import Entry, Values, Visit, recorded_waits
+from benchmarks.gpu.visit.entries import Entry, Skipped, Values, Visit, recorded_waits
 from embedtrain.config.recipe import Attention, Precision
 from embedtrain.distributed.world import World
 from embedtrain.planning.flops import peak_flops
@@ -146,6 +147,15 @@ def run_of_kind(name: str, precision: str, tolerance: float, world: World, visit
     return {}
 
 
+def fused_kernels(architecture: str, world: World, visit: Visit) -> Values:
+    """Two steps with liger-kernel on the device, recomputed between products, and without it on the CPU."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise Skipped("liger-kernel is not installed")
+    if world.device.type != "cuda":
+        raise Skipped("liger-kernel needs a CUDA device")
+    return compared_check(test_step.test_fused_kernels, architecture)(world, visit)
+
+
 KERNEL, MASKED = (
     test_attention.test_packed_texts_equal_single_texts,
     test_attention.test_tokens_that_are_not_attended_to,
@@ -195,6 +205,15 @@ ENTRIES = (
             varied=architecture != "xlm-roberta",
         )
         for architecture in ("xlm-roberta", "modernbert", "qwen3")
+    ),
+    *(
+        Entry(
+            name=f"fused kernels: {architecture}",
+            measure=partial(fused_kernels, architecture),
+            varied=architecture != "qwen3",
+            unpretended=True,
+        )
+        for architecture in ("qwen3", "llama", "gemma3_text")
     ),
     Entry(
         name="compiled blocks",

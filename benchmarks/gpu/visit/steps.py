@@ -1,4 +1,4 @@
-"""Training steps of XLM-R-large and Qwen3-0.6B: eager, compiled, with selective recomputation, and beside theirs."""
+"""Training steps of XLM-R-large and Qwen3-0.6B: eager, compiled, recomputed, with fused kernels, and beside theirs."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,8 @@ VARIANTS = (
     Variant(name="no graphs cached", cached=0.0),
     Variant(name="eager, batches prepared meanwhile", prepares=True),
 )
+# Skipped without liger-kernel, and on devices without CUDA.
+FUSED = Variant(name="fused kernels", options=(*EAGER, "fused_kernels=true"))
 
 
 def step_time(name: str, variant: Variant, world: World, visit: Visit) -> Values:
@@ -91,9 +93,9 @@ def _entries(name: str) -> list[Entry]:
         Entry(
             name=f"{name}, {variant.name}",
             measure=partial(step_time, name, variant),
-            unpretended=COMPILED in variant.options,
+            unpretended=COMPILED in variant.options or variant is FUSED,
         )
-        for variant in VARIANTS
+        for variant in (*VARIANTS, *([FUSED] if name == MODELS[1] else []))
     )
     theirs = [
         Entry(

@@ -196,8 +196,17 @@ def planned_model(recipe: Recipe, options: "PlanOptions") -> PlannedModel:
     packed = (
         packable and check_packing(encoder, precision=precision, capability=KERNEL_CAPABILITY).padding_reason is None
     )
+    parallel = recipe.parallel
+    is_compiled = parallel.compile is True or (parallel.compile == "auto" and not parallel.deterministic)
     model = model_spec(
-        encoder, meta.blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed, vectors=vectors
+        encoder,
+        meta.blocks,
+        precision=precision,
+        tokens_per_text=length,
+        gpu=True,
+        packed=packed,
+        fused=parallel.fused_kernels is True and not is_compiled,  # auto: whether it is installed there is unknown
+        vectors=vectors,
     )
     cluster = ClusterSpec(
         ranks=options.gpus,

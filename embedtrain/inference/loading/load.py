@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from embedtrain.config.recipe import SELECTIVE, Attention, LoraConfig, ModelConfig, ParallelConfig, Strategy
+from embedtrain.config.recipe import SELECTIVE, Attention, LoraConfig, ModelConfig, ParallelConfig, Precision, Strategy
 from embedtrain.config.validation import model_option, tower_options_named
 from embedtrain.data.tokens import TextTokenizer, TowerLayout
 from embedtrain.data.types import Chunk
@@ -55,7 +55,7 @@ from embedtrain.models.attention import (
     packing_limit,
 )
 from embedtrain.models.attention_direction import attends_to_later_tokens
-from embedtrain.models.blocks import find_blocks
+from embedtrain.models.blocks import find_blocks, fuse, fused_classes, kernel_error, liger_kernels
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.encoder import Encoder, has_token_types, hidden_states
 from embedtrain.models.packing import (
@@ -143,13 +143,17 @@ def load_model(
         adapted = _add_adapters(encoder, model.lora, parallel, source)
         if parallel.fp8 and work is not None:
             notes.append(use_fp8(encoder, blocks, emulate=world.device.type == "cpu"))  # which training refuses
-        costs = _model_spec(encoder, blocks, parallel, bound, world, packed=packed)
+    compiles = work is not None and bool(blocks) and compiles_blocks(parallel, world.device)
+    fused, kernel_notes = False, list[str]()
+    if work is not None:
+        fused, kernel_notes = _use_fused_kernels(blocks, parallel, world, compiles=compiles)
+    with world.fail_together("planning the memory of the model"):
+        costs = _model_spec(encoder, blocks, parallel, bound, world, packed=packed, fused=fused)
         work = None if work is None else replace(work, tokens_per_text=bound.longest_text)
         choice, activation_tokens = _choose_layout(parallel, machines, costs, work, free)
         layout = choice.layout
         if layout.strategy is not Strategy.ddp and not blocks:
             _blocks(encoder, parallel, required=True)
-    compiles = work is not None and bool(blocks) and compiles_blocks(parallel, world.device)
     notes += _describe(encoder, source, bound, costs, layout, blocks, adapted, compiles=compiles)
     shard_encoder(encoder, blocks, layout, parallel, world.device)
     if read_weights or adapted is not None:
@@ -161,7 +165,7 @@ def load_model(
         _check_weights(encoder, model, source, world)
     if work is not None and not choice.reduce_per_step:
         notes.append(_describe_reduction_per_chunk(costs))
-    notes += packing_notes(encoder, packing, model.attention, world, trains=work is not None)
+    notes += [*packing_notes(encoder, packing, model.attention, world, trains=work is not None), *kernel_notes]
     loaded = LoadedModel(
         encoder=encoder,
         source=replace(source, tokenization=replace(source.tokenization, max_length=bound.max_length)),
@@ -191,7 +195,8 @@ def verify_and_compile(
     """`verify_packing` of a model that is trained, or used in training, and compilation of its blocks. A collective."""
     loaded = verify_packing(loaded, model, parallel, world, progress=progress)
     if compiles_blocks(parallel, world.device):
-        compile_blocks(loaded.encoder)
+        parallel = replace(parallel, precision=Precision(loaded.precision))
+        compile_blocks(loaded.encoder, lambda blocks: _use_fused_kernels(blocks, parallel, world)[1])
     return loaded
 
 
@@ -275,6 +280,7 @@ def _model_spec(
     world: World,
     *,
     packed: bool,
+    fused: bool,
 ) -> ModelSpec:
     return model_spec(
         encoder,
@@ -283,8 +289,41 @@ def _model_spec(
         tokens_per_text=tokenizer.longest_text,
         gpu=world.device.type == "cuda",
         packed=packed,
+        fused=fused,
         vectors=tokenizer.vectors_per_text,
     )
+
+
+def _use_fused_kernels(
+    blocks: Sequence[nn.Module], parallel: ParallelConfig, world: World, *, compiles: bool = False
+) -> tuple[bool, list[str]]:
+    """Let blocks compute with fused kernels where the options ask for it. A collective.
+
+    With `compiles` it only checks that they could, if `parallel.fused_kernels=true`. A ConfigError on every rank if one
+    of them cannot.
+
+    Returns:
+        Whether they do, and lines for the user.
+    """
+    required, (fused, left) = parallel.fused_kernels is True, fused_classes(blocks)
+    if parallel.fused_kernels is False or not (required or (world.device.type == "cuda" and not compiles)):
+        return False, []
+    if not fused:
+        classes = " and ".join(dict.fromkeys(type(block).__name__.removeprefix("FSDP") for block in blocks))
+        reasons = "; ".join(left) or "it has no modules of Llama, Mistral, Qwen2, Qwen3 or Gemma"
+        note = f"no fused kernels in {classes or 'this model'}: {reasons}"
+        return False, [note] if required or left else []
+    dtype = torch.bfloat16 if parallel.precision is Precision.bf16 else torch.float32
+    errors = world.gather(kernel_error(blocks, dtype, world.device))
+    error = next((text for text in errors if text is not None), None)
+    if error is not None and required:
+        raise ConfigError(f"parallel.fused_kernels=true: {error}; or write parallel.fused_kernels=auto")
+    if error is not None:
+        return False, [f"no fused kernels (parallel.fused_kernels) in layers that are not compiled: {error}"]
+    if compiles:
+        return False, []
+    fuse(blocks, liger_kernels())
+    return True, ["; ".join([f"fused kernels of liger-kernel: {', '.join(fused)}", *left])]
 
 
 def _blocks(encoder: Encoder, parallel: ParallelConfig, *, required: bool) -> tuple[list[nn.Module], list[str]]:

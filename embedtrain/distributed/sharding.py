@@ -353,7 +353,7 @@ def compiles_blocks(parallel: ParallelConfig, device: torch.device) -> bool:
     return device.type == "cuda" and has_triton and not parallel.deterministic
 
 
-def compile_blocks(encoder: nn.Module, fallback: Fallback) -> None:
+def compile_blocks(encoder: nn.Module, fallback: Fallback = lambda _: []) -> None:
     """Compile the forward pass of each block of a sharded encoder in place, as a whole and for all lengths.
 
     Compilation happens in the passes that first need a graph. A block that cannot be compiled runs eagerly, as do all

@@ -257,7 +257,7 @@ def fuse(blocks: Iterable[nn.Module], kernels: Kernels) -> None:
     """Let the norms, rotary positions and MLPs of these blocks compute with fused kernels, where they fit, in place."""
     for part, make in _fusible(blocks):
         if not isinstance(make, str):
-            part.forward = make(part, kernels)  # type: ignore[method-assign]
+            part.forward = make(part, kernels)
 
 
 def fused_classes(blocks: Iterable[nn.Module]) -> tuple[list[str], list[str]]:
@@ -399,19 +399,19 @@ def _agrees(part: Any, kernels: Kernels, dtype: torch.dtype, device: torch.devic
     if hasattr(part, "weight"):
         shapes: list[tuple[int, ...]] = [(2, 5, width), (width,)]
 
-        def results(hidden: Tensor, weight: Tensor, *, fused: bool) -> Any:
+        def results(first: Tensor, second: Tensor, *, fused: bool) -> Any:
             norm: Any = type(part)(1, eps=_epsilon(part))
             del norm.weight
-            norm.weight = weight
-            return _norm_method(norm, kernels)(hidden) if fused else own(norm, hidden)
+            norm.weight = second
+            return _norm_method(norm, kernels)(first) if fused else own(norm, first)
 
     elif hasattr(part, "act_fn"):
         shapes = [(2, 5, width)] * 2
 
-        def results(gate: Tensor, up: Tensor, *, fused: bool) -> Any:
-            mlp = SimpleNamespace(gate_proj=lambda _: gate, up_proj=lambda _: up, down_proj=lambda product: product)
-            mlp.act_fn = part.act_fn
-            return _mlp_method(mlp, kernels)(gate) if fused else own(mlp, gate)
+        def results(first: Tensor, second: Tensor, *, fused: bool) -> Any:
+            mlp = SimpleNamespace(act_fn=part.act_fn, down_proj=lambda product: product)
+            mlp.gate_proj, mlp.up_proj = (lambda _: first), (lambda _: second)
+            return _mlp_method(mlp, kernels)(first) if fused else own(mlp, first)
 
     else:
         shapes = [(2, 5, 4, width), (2, 5, 2, width)]
@@ -419,8 +419,8 @@ def _agrees(part: Any, kernels: Kernels, dtype: torch.dtype, device: torch.devic
         reference = own.__globals__[_ROTATE]
         rotate = partial(_rotate, reference, kernels, _keeps_products(part))
 
-        def results(q: Tensor, k: Tensor, *, fused: bool) -> Any:
-            heads = q.transpose(1, 2), k.transpose(1, 2)
+        def results(first: Tensor, second: Tensor, *, fused: bool) -> Any:
+            heads = first.transpose(1, 2), second.transpose(1, 2)
             return (rotate if fused else reference)(*heads, angles.cos(), angles.sin())
 
     given = [_waves(shape, dtype, device).requires_grad_() for shape in shapes]
@@ -431,7 +431,7 @@ def _agrees(part: Any, kernels: Kernels, dtype: torch.dtype, device: torch.devic
             outputs = result if isinstance(result, tuple) else (result,)
             grads = [_waves(output.shape, dtype, device, 0.3) for output in outputs]
             values = [output.detach().clone() for output in outputs]
-            return [*values, *torch.autograd.grad(outputs, given, grads)]
+            return [*values, *(grad.detach() for grad in torch.autograd.grad(outputs, given, grads))]
 
     pairs = zip(computed(fused=True), computed(fused=False), strict=True)
     return all(float((a - b).norm()) <= _KERNEL_TOLERANCE[dtype] * float(b.norm()) for a, b in pairs)

@@ -225,7 +225,7 @@ class RerankerConfig:
 
     def model_config(self, *, trust_remote_code: bool) -> ModelConfig:
         """The options of the model, as a recipe has them."""
-        options: ModelConfig = kind_of_pairs().options(
+        options: ModelConfig = kind_of_pairs().model_options(
             path=self.path,
             lora=LoraConfig(path=self.adapter),
             revision=self.revision,

@@ -177,7 +177,7 @@ def load_recipe(path: Path) -> Recipe:
         schema.loss = LOSSES[check_loss_name(name, "loss.name")]()
         model = saved.get("model")
         if isinstance(model, dict):
-            schema.model = load_kind(str(model.get("kind", ModelConfig.kind))).options()
+            schema.model = load_kind(str(model.get("kind", ModelConfig.kind))).model_options()
         # The run has resolved its recipe: an interpolation could only be there to read the environment.
         values = escape_interpolations({key: value for key, value in saved.items() if key != "versions"})
         return to_recipe(OmegaConf.merge(schema, values))  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ def _choose_kind(config: DictConfig, overrides: Sequence[str]) -> None:
                 explain_unknown(f"model.{name!s}", kind.options, None if value is None else written(value))
             )
     with open_dict(config):
-        config.model = kind.options()
+        config.model = kind.model_options()
         for name, value in values.items():
             try:
                 config.model.merge_with({name: value})
@@ -303,7 +303,7 @@ def _has_value(kind: Kind, name: str, value: Any) -> bool:
     if names := names_of(option):
         return value in names
     try:
-        OmegaConf.structured(kind.options()).merge_with({name: value})
+        OmegaConf.structured(kind.model_options()).merge_with({name: value})
     except OmegaConfBaseException:
         return False
     return True

@@ -119,6 +119,13 @@ class Kind(ABC):
         common = {field.name for field in fields(common_options)}
         return tuple(field.name for field in fields(self.options) if field.name not in common)
 
+    def model_options(self, **options: Any) -> Any:
+        """The options of `model` with these values, by which a model of this kind is opened.
+
+        The default of `kind` in a user's dataclass may be that of another kind, or of another path.
+        """
+        return self.options(**{"kind": self.name, **options})
+
     def stored_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of `model` in a recipe.yaml.
 

@@ -248,7 +248,7 @@ def _recipe_options() -> dict[str, Any]:
     """The full names of all options of a recipe with their defaults: of all kinds of models, and the default loss."""
     options = {name: node for name, node in _walk(Recipe(), "") if not is_dataclass(node)}
     for kind in kinds():
-        defaults = kind.options()
+        defaults = kind.model_options()
         options |= {f"model.{name}": getattr(defaults, name) for name in kind.own_options}
     return options
 

@@ -126,7 +126,7 @@ def with_kind_of_files(model: ModelConfig, named: str | None = None) -> tuple[Mo
                 "kind "
                 f"{kind.name}, and has no such option; leave it out"
             )
-    return kind.options(**common, **chosen), what
+    return kind.model_options(**common, **chosen), what
 
 
 def _from_path(kind: Kind, model: ModelConfig) -> ModelSource:

@@ -220,7 +220,7 @@ def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
     Raises CheckpointError if a weight is missing, unexpected, or of another shape.
     """
     kind = kind_of_files(directory)[0]
-    source = open_model_source(kind.options(path=str(directory), trust_remote_code=trust_remote_code))
+    source = open_model_source(kind.model_options(path=str(directory), trust_remote_code=trust_remote_code))
     for folder, shapes in source.kind.files.stored_shapes(source).items():
         compare_shapes(folder, shapes)
     return source

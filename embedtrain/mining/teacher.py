@@ -65,7 +65,7 @@ def open_teacher(options: RowSearchOptions) -> TeacherSpec:
     path = str(options.teacher)
     template, labels = options.teacher_pair_template, options.teacher_score_labels
     (of_pairs,) = (kind for kind in kinds() if kind.scores_pairs)
-    reranker = of_pairs.options(**common, pair_template=template, score_labels=labels)
+    reranker = of_pairs.model_options(**common, pair_template=template, score_labels=labels)
     try:
         with model_options_named(TEACHER_OPTION_NAMES):
             if template is None and labels is None:

@@ -310,5 +310,5 @@ def _flat_defaults(recipe: Mapping[str, Any]) -> dict[str, str]:
     model = recipe.get("model")
     # A kind whose code only this file names is not imported: its own options have no defaults here.
     if isinstance(model, Mapping) and model.get("kind") in KINDS:
-        defaults["model"] = to_plain(load_kind(model["kind"]).options()) | {"kind": defaults["model"]["kind"]}
+        defaults["model"] = to_plain(load_kind(model["kind"]).model_options()) | {"kind": defaults["model"]["kind"]}
     return dict(_flatten(defaults))

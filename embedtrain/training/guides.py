@@ -213,7 +213,7 @@ def load_guides(
             notes.append(f"the loss's guide or teacher {path}: {teacher.stored.describe()}")
             continue
         name, revision = split_revision(path)
-        options = load_kind(ModelConfig.kind).options(path=name, revision=revision)
+        options = load_kind(ModelConfig.kind).model_options(path=name, revision=revision)
         if (expand_user(name) / "modules.json").is_file() and not kind_of_files(expand_user(name))[0].has_one_model:
             raise ConfigError(
                 f"the loss's guide or teacher {path}: has a model for queries and another for documents; write its "

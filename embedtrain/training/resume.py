@@ -187,7 +187,7 @@ def _loss_identity(loss: LossConfig, kind: str) -> dict[str, Any]:
 def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any], changes: Sequence[Change] = ()) -> None:
     """Reject a checkpoint of a run with another identity, or with `changes` of other options. Names all of them."""
     defaults = {_BATCH_NEGATIVES: 0, OPTIMIZER_NAME: "adamw", _MIXED_SHARE: 0.0}
-    defaults |= _model_identity(to_plain(load_kind(identity["model.kind"]).options()))
+    defaults |= _model_identity(to_plain(load_kind(identity["model.kind"]).model_options()))
     before: dict[str, Any] = defaults | checkpoint.manifest.identity
     if TEACHERS in identity:  # earlier versions had digests of stored vectors only, or no commits of Hub ids
         before |= {TEACHERS: {**identity[TEACHERS], **before.get(TEACHERS, before.get("teacher_vectors", {}))}}

@@ -132,7 +132,7 @@ def write_directory(
         _add_head(directory, head)
     write_ranges(directory / QUANTISATION_FILE, ranges, origin)
     write_record(directory)
-    open_model_source(kind.options(path=str(directory), trust_remote_code=trust_remote_code))
+    open_model_source(kind.model_options(path=str(directory), trust_remote_code=trust_remote_code))
 
 
 def _add_head(directory: Path, head: AffineHead) -> None:

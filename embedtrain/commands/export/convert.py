@@ -187,7 +187,7 @@ def _open_architecture(run: ExportedRun, config: ExportConfig, *, trust_remote_c
     """The model of a run; a ConfigError if it cannot be exported with these options."""
     kind = run.recipe.model.kind
     source = open_model_source(
-        load_kind(kind).options(
+        load_kind(kind).model_options(
             path=str(run.run_dir.architecture),
             rope_theta=config.rope_theta,
             trust_remote_code=trust_remote_code,
@@ -339,7 +339,7 @@ def _open_task(name: str, run: ExportedRun, rope_theta: float | None, *, trust_r
     if not (kind.has_one_vector and kind.has_one_model):
         raise ConfigError(f"{shown}: must be of model.kind=dense, not {recipe.model.kind}; export it alone")
     source = open_model_source(
-        kind.options(
+        kind.model_options(
             path=str(run.run_dir.architecture),
             rope_theta=rope_theta,
             trust_remote_code=trust_remote_code,

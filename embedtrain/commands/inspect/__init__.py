@@ -97,7 +97,7 @@ def _model_options(options: InspectOptions) -> ModelConfig:
     kind = load_kind(ModelConfig.kind if options.kind is None else options.kind, "kind")
     has_pooling = options.pooling is None or "pooling" in kind.command_options
     OptionChecks(options).require(has_pooling, "pooling", f"is not for kind={kind.name}; leave it out")
-    model: ModelConfig = kind.options(
+    model: ModelConfig = kind.model_options(
         path=options.model or None,
         revision=options.revision,
         max_length=options.max_length,

@@ -312,7 +312,7 @@ def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
     _require_trust(run_dir, recipe, options)
     require_no_links(run_dir.architecture)
     run_dir.require_intact()
-    model = load_kind(recipe.model.kind).options(
+    model = load_kind(recipe.model.kind).model_options(
         path=str(run_dir.architecture),
         rope_theta=recipe.export.rope_theta,
         trust_remote_code=options.trust_remote_code,

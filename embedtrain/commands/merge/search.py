@@ -145,7 +145,7 @@ class _Candidate:
         # The weights of heads are not read from the files of this member either.
         heads = tuple(replace(dense, directory=None) for dense in source.vectors.dense)
         source = replace(source, vectors=replace(source.vectors, dense=heads))
-        self._config = source.kind.options(path=str(source.directory))
+        self._config = source.kind.model_options(path=str(source.directory))
         self._parallel = ParallelConfig(precision=find.precision)
         self._loaded: LoadedModel = load_model(
             self._config, self._parallel, world, seed=0, source=source, read_weights=False, work=None

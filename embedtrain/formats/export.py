@@ -44,7 +44,7 @@ from embedtrain.formats.peft import (
     write_task_adapters,
 )
 from embedtrain.formats.serving import ServedModel, changed_outputs, serving_section
-from embedtrain.formats.source import CommandModel, open_model_source, with_kind_of_files
+from embedtrain.formats.source import CommandModel, open_model_source, require_trained, with_kind_of_files
 from embedtrain.formats.transformers import remove_code
 from embedtrain.formats.verify import (
     ExportReference,
@@ -306,12 +306,13 @@ def open_model(
 ) -> ModelSource:
     """A model directory or Hub id (ID@REVISION) of any kind, by default the kind of the directory.
 
-    Raises a ConfigError if it has several models.
+    Raises a ConfigError if it has several models, or its files lack a part.
     """
     name, own_revision = split_revision(path)
     revision = revision or own_revision
     model = CommandModel(path=name, revision=revision, pooling=pooling, trust_remote_code=trust_remote_code)
-    source = open_model_source(with_kind_of_files(model, kind)[0])
+    options, what = with_kind_of_files(model, kind)
+    source = require_trained(open_model_source(options), options, what)
     source.require_one_model(f"model={path}")
     return source
 

@@ -129,6 +129,31 @@ def with_kind_of_files(model: ModelConfig, named: str | None = None) -> tuple[Mo
     return kind.model_options(**common, **chosen), what
 
 
+def require_trained(source: ModelSource, model: ModelConfig, what: str) -> ModelSource:
+    """The model itself; a ConfigError if the files lack a part, which would start from the seed, as in a training.
+
+    `model` are the options that opened it, and `what` its files are, in words for the message.
+    """
+    if not source.has_new_head:
+        return source
+    pooling = source.vectors.pooling
+    if not isinstance(pooling, Pooling) and source.vectors.pooling_directory is None:
+        directory = resolve_directory(str(model.path), model.revision, model_option("path"), model_option("revision"))
+        stored = read_directory_modules(directory).pooling if (directory / "modules.json").is_file() else None
+        if stored is not None and not isinstance(stored, Pooling):
+            raise ConfigError(
+                f"pooling={pooling}: {model.path} has the weights of {stored}, and those of another class would be "
+                f"random; write pooling={stored}"
+            )
+        raise ConfigError(
+            f"pooling={pooling}: {model.path} has no weights of this class, which would be random; train it first"
+        )
+    raise ConfigError(
+        f"kind={source.kind.name}: {model.path} is {what} without the {source.kind.new_part} of this kind, which would "
+        "be random; train such a model first, or leave kind out"
+    )
+
+
 def _from_path(kind: Kind, model: ModelConfig) -> ModelSource:
     if not model.path:
         raise ConfigError(f"no model: set {model_option('path')} to a Hub id or a directory, or model.config")
@@ -216,7 +241,7 @@ def source_of(kind: Kind, files: StoredModel) -> ModelSource:
         directory=files.directory,
         config=files.config,
         vectors=VectorSettings(
-            pooling=modules.pooling or Pooling.cls,
+            pooling=modules.pooling if isinstance(modules.pooling, Pooling) else Pooling.cls,
             include_prompt=modules.include_prompt,
             normalize=modules.normalize if has_modules else True,
         ),

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from embedtrain.config.code import is_code_path, load_named_code
 from embedtrain.config.recipe import Pooling
@@ -173,6 +174,15 @@ def build_pooling(pooling: Pooling | str, size: int) -> nn.Module | None:
     except Exception as error:  # the code of the user
         raise ConfigError(f"{option}={pooling}: {kind.__name__}({size}): {type(error).__name__}: {error}") from error
     return module
+
+
+def has_weights(pooling: Pooling | str, config: PretrainedConfig) -> bool:
+    """Whether a pooling of a backbone with this configuration is a user's module with weights."""
+    if isinstance(pooling, Pooling):
+        return False
+    with torch.random.fork_rng(devices=[]):
+        module = build_pooling(pooling, int(config.get_text_config().hidden_size))
+    return module is not None and bool(module.state_dict())
 
 
 def pooling_of(value: str) -> Pooling | str:

@@ -12,6 +12,7 @@ from embedtrain.config.kinds import Kind
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError
+from embedtrain.models.pooling import has_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,8 @@ class ModelSource:
     def has_new_head(self) -> bool:
         """Whether a part is not in the files and starts from the seed."""
         is_new = self.settings is not None and self.settings.is_new
-        is_new |= not isinstance(self.vectors.pooling, Pooling) and self.vectors.pooling_directory is None
+        if self.vectors.pooling_directory is None:
+            is_new |= has_weights(self.vectors.pooling, self.config)
         return is_new or any(dense.directory is None for dense in self.vectors.dense)
 
     @property

@@ -68,6 +68,32 @@ def test_another_kind_takes_the_backbone_without_the_pooling(tmp_path):
     assert "backbone.embeddings.word_embeddings.weight" in full_state_dict(source, seed=0)
 
 
+class Elsewhere(AttentionPooling):
+    """The same class by another path."""
+
+
+class FirstToken(nn.Module):
+    """A pooling without weights."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+
+    def forward(self, hidden: Tensor, tokens: PooledTokens) -> Tensor:
+        """Hidden states of tokens to a vector of each text, [N, size]."""
+        return tokens.first(hidden).float()
+
+
+def test_a_pooling_whose_weights_are_not_in_the_files_is_not_random(tmp_path):
+    plain = save_guide(small_model("bert"), tmp_path)
+    with pytest.raises(ConfigError, match=rf"pooling={POOLING}: .* has no weights of this class"):
+        load_encoder(plain, pooling=AttentionPooling)
+    vectors = [load_encoder(plain, pooling=pooling).encode(TEXTS) for pooling in (FirstToken, "cls")]
+    assert (vectors[0] == vectors[1]).all()
+    model = add_own_pooling(plain, POOLING)
+    with pytest.raises(ConfigError, match=rf"pooling=.*:Elsewhere: .*write pooling={POOLING}"):
+        load_encoder(model, pooling=Elsewhere)
+
+
 def test_the_card_names_the_class_and_no_engine_serves_it(tmp_path):
     model = add_own_pooling(save_guide(small_model("bert"), tmp_path), POOLING)
     usage = "\n".join(DenseFiles().usage("me/model", {}, model))

@@ -18,8 +18,9 @@ from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Strategy
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
-from embedtrain.errors import EmbedtrainError
-from embedtrain.formats.source import open_model_source
+from embedtrain.errors import ConfigError, EmbedtrainError
+from embedtrain.formats.source import CommandModel, open_model_source
+from embedtrain.inference.loading.command_model import open_encoder_source
 from embedtrain.inference.loading.load import BLOCK_CLASS_VARIABLE, LoadedModel, load_model
 from embedtrain.models.build import assemble_encoder
 from embedtrain.models.encoder import prepare_backbone
@@ -304,3 +305,17 @@ def load_without_trained_weights(world: World, model: ModelConfig) -> str:
 def test_weights_that_a_checkpoint_holds_are_not_checked_before_it_is_loaded(ranks, directories):
     model = replace(at(directories["bert"]), lora=LoraConfig(rank=2), bidirectional=True)
     assert len(ranks(2, load_without_trained_weights, model)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("late_interaction", "kind=late_interaction: .* is an embedding model without the projection of this kind"),
+        ("m3", "kind=m3: .* is an embedding model without the layers of this kind"),
+        ("cross_encoder", "kind=cross_encoder: .*score pairs.* is an embedding model: leave kind out"),
+    ],
+)
+def test_a_command_opens_no_model_with_random_parts(tmp_path, kind, message):
+    directory = str(save_small(small_model("xlm-roberta"), tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        open_encoder_source(CommandModel(path=directory, kind=kind))

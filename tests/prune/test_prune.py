@@ -88,6 +88,13 @@ def test_layers_that_cannot_be_kept_are_named(tmp_path, options, message):
     assert not (tmp_path / "small").exists()
 
 
+def test_a_head_that_the_model_lacks_is_not_exported(tmp_path):
+    directory = save_deep(tmp_path / "whole", "bert")
+    with pytest.raises(ConfigError, match=r"kind=late_interaction: .* without the projection"):
+        main(compose([f"model={directory}", f"output_dir={tmp_path}/small", "keep=3", "kind=late_interaction"]))
+    assert not (tmp_path / "small").exists()
+
+
 def test_layers_of_another_kind_are_named(tmp_path):
     directory = save_deep(tmp_path / "whole", "modernbert")
     with pytest.raises(ConfigError, match=r"layers=\[0,3\]: layer 3 .* modernbert"):

@@ -12,7 +12,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.formats.hub import resolve_directory
 from embedtrain.formats.peft import open_adapter
-from embedtrain.formats.source import CommandModel, open_model_source, with_kind_of_files
+from embedtrain.formats.source import CommandModel, open_model_source, require_trained, with_kind_of_files
 from embedtrain.inference.loading.graph import load_graph
 from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.models.types import ModelSource
@@ -42,17 +42,27 @@ def open_encoder_source(model: ModelConfig) -> tuple[ModelConfig, ModelSource]:
     The files decide the kind, unless the options are those of another kind than the default one. With an option of
     dense models, such as `model.pooling`, some other kinds are opened as a dense model.
 
-    A ConfigError for an option that this kind of model does not have.
+    A ConfigError for an option that this kind of model does not have, and for a part that the files lack.
     """
     if model.path:
         model, what = with_kind_of_files(model, model.kind if model.kind != ModelConfig.kind else None)
         if load_kind(model.kind).scores_pairs:
+            directory = resolve_directory(
+                str(model.path), model.revision, model_option("path"), model_option("revision")
+            )
+            if not kind_of_files(directory)[0].scores_pairs:
+                raise ConfigError(
+                    f"kind={model.kind}: models of this kind score pairs, and are written as reranker (evaluate, "
+                    f"search) or teacher (mine); {model.path} is {what}: leave kind out"
+                )
             raise ConfigError(
                 f"{model_option('path')}={model.path}: it is {what}, which scores pairs: write it as reranker "
                 "(evaluate, search) "
                 "or teacher (mine)"
             )
     source = open_model_source(model)
+    if model.path:
+        require_trained(source, model, what)
     if model.lora.path is not None and source.towers:
         folders = " or ".join(f"{model_option('path')}={tower.directory}" for tower in source.towers.values())
         raise ConfigError(

@@ -27,6 +27,7 @@ def read(kind: Kind, directory: Path, model: DenseOptions, route: Sequence[Modul
         what = f"{directory}, whose modules.json has no Pooling,"
         vectors = replace(
             source.vectors,
+            pooling=files.modules.pooling or Pooling.cls,
             pooling_directory=files.modules.pooling_directory,
             dense=tuple(files.modules.dense),
             truncate_dim=read_truncate_dim(directory / SETTINGS),

@@ -63,6 +63,11 @@ def register_code(code: Callable[..., Any]) -> str:
     return path
 
 
+def is_own_code(kind: type) -> bool:
+    """Whether a class is one of a user's module, not of the package."""
+    return kind.__module__.partition(".")[0] != "embedtrain"
+
+
 def load_code(path: str, option: str) -> Any:
     """Import what a path names, from sys.path and the working directory. Raises a ConfigError if that fails."""
     if path in _registered:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from embedtrain.config.code import is_own_code
 from embedtrain.data.chunks import FurtherCosts
 from embedtrain.data.rows import Prompt
 from embedtrain.data.types import (
@@ -558,8 +559,13 @@ class TextTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of everything that determines the tokens of a text, except lengths."""
-        return self.layout.fast.fingerprint(*self.layout.identity)
+        """A digest of everything that determines the tokens of a text, except lengths.
+
+        A user's layout counts by its name: it may tokenize otherwise without an `identity` of its own.
+        """
+        kind = type(self.layout)
+        own = (kind.__module__, kind.__qualname__) if is_own_code(kind) else ()
+        return self.layout.fast.fingerprint(*self.layout.identity, *own)
 
 
 class TowerLayout(Layout):

@@ -25,8 +25,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, from_numpy
 
+from embedtrain.config.code import is_own_code, load_named_code
 from embedtrain.config.losses import VectorSimilarity
-from embedtrain.config.recipe import Precision
+from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
@@ -308,7 +309,7 @@ def model_identity(
 
 def _files(source: ModelSource, graph: Path | None) -> dict[str, Path]:
     """The files that are read, by the part of the model that they belong to and their names."""
-    files = dict(source.kind.weight_files(source))
+    files = dict(source.kind.weight_files(source)) | _own_code(source)
     for part, directory in ({"0": source.directory, "adapter": source.adapter} | source.module_folders).items():
         if directory is not None:
             files |= {f"{part}/{path.name}": path for path in directory.iterdir() if _is_read(path)}
@@ -321,6 +322,19 @@ def _files(source: ModelSource, graph: Path | None) -> dict[str, Path]:
     for name, tower in source.towers.items():
         files |= {f"{name}/{part}": path for part, path in _files(tower, None).items()}
     return files
+
+
+def _own_code(source: ModelSource) -> dict[str, Path]:
+    """The files of a user's kind and pooling, whose code computes the vectors; a notebook has none."""
+    pooling, classes = source.vectors.pooling, {"kind": type(source.kind)}
+    if not isinstance(pooling, Pooling):
+        classes["pooling"] = load_named_code(pooling, "pooling")
+    paths = {
+        name: getattr(sys.modules.get(kind.__module__), "__file__", None)
+        for name, kind in classes.items()
+        if is_own_code(kind)
+    }
+    return {f"code/{name}": Path(path) for name, path in paths.items() if path is not None}
 
 
 def _is_read(path: Path) -> bool:

@@ -1,7 +1,9 @@
 """The identity of stored vectors changes with what changes them, and with nothing else."""
 
+import importlib
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from embedtrain import evaluate, mine
+from embedtrain.config.code import register_code
 from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
@@ -17,7 +20,7 @@ from embedtrain.formats.source import open_model_source
 from embedtrain.formats.weights import weights_digest
 from embedtrain.inference.loading.command_model import open_encoder_source
 from embedtrain.inference.vector_cache import model_identity
-from tests.extending.test_pooling import POOLING
+from tests.extending.test_pooling import POOLING, AttentionPooling
 from tests.small import (
     WORDS,
     add_own_pooling,
@@ -40,6 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def identities(world: World, models: list[ModelConfig]) -> list[dict[str, Any]]:
+    register_code(AttentionPooling)
     return [model_identity(open_model_source(model), Precision.fp32, world) for model in models]
 
 
@@ -102,6 +106,29 @@ def test_weights_of_modules_change_the_vectors(ranks, model, tmp_path):
     ]
     pooled, other_pooled, words, other_words = ranks(1, identities, models)[0]
     assert pooled != other_pooled and words != other_words
+
+
+def edited(world: World, model: Path, module: Path) -> list[dict[str, Any]]:
+    """Identities of a model with a user's pooling before and after its code is edited."""
+    sys.path.append(str(module.parent))
+    register_code(importlib.import_module(module.stem).First)
+    options = model_options(path=str(model), pooling=f"{module.stem}:First")
+    before = model_identity(open_model_source(options), Precision.fp32, world)
+    module.write_text(f"{module.read_text()}# edited\n")
+    return [before, model_identity(open_model_source(options), Precision.fp32, world)]
+
+
+def test_code_of_the_user_changes_the_vectors(ranks, model, tmp_path):
+    module = tmp_path / "edited_pooling.py"
+    module.write_text(
+        "from torch import nn\n\n\nclass First(nn.Module):\n    def __init__(self, size):\n"
+        "        super().__init__()\n\n    def forward(self, hidden, tokens):\n        return tokens.first(hidden)\n"
+    )
+    before, after = ranks(1, edited, model, module)[0]
+    assert before["files"].pop("code/pooling") != after["files"].pop("code/pooling")
+    assert before == after
+    ((plain,),) = ranks(1, identities, [model_options(path=str(model))])
+    assert before["files"] == plain["files"], "those of the package have no file"
 
 
 def adapted(world: World, model: Path, adapters: list[Path | None]) -> list[dict[str, Any]]:

@@ -91,8 +91,8 @@ class Head(ABC):
 
     @property
     def beside_adapters(self) -> dict[str, nn.Module]:
-        """The modules of the encoder that are trained in full beside adapters, by name."""
-        return {}
+        """The modules of the encoder that are trained in full beside adapters, by name: those that may be new."""
+        return dict(self.modules)
 
     @property
     def peft_modules(self) -> list[str]:
@@ -138,9 +138,9 @@ class PooledHead(Head):
 
     @property
     def beside_adapters(self) -> dict[str, nn.Module]:
-        """New heads, which would stay random, and a pooling with weights."""
-        dense = {"dense": self.dense} if any(head.is_new for head in self.dense) else {}
-        return dense | ({} if self.own_pooling is None else {POOLING_MODULE: self.own_pooling})
+        """All but heads of the files: new ones would stay random."""
+        has_new = any(head.is_new for head in self.dense)
+        return {name: module for name, module in self.modules.items() if has_new or module is not self.dense}
 
 
 class Encoder(nn.Module):

@@ -131,11 +131,9 @@ class ModelSource:
             )
 
     def require_dimensions(self, dims: Sequence[int | None], option: str, *, truncated: bool = False) -> None:
-        """Raise a ConfigError if the vectors, perhaps `truncated`, have fewer than one of these dimensions."""
-        if self.kind.views and any(dim is not None for dim in dims):
-            raise ConfigError(
-                f"{option}: is for one vector of each text, and model.kind={self.kind.name} has others; leave it out"
-            )
+        """Raise a ConfigError if the vectors, perhaps `truncated`, have fewer than one of these dimensions, or none."""
+        if self.kind.why_no_dimensions and any(dim is not None for dim in dims):
+            raise ConfigError(f"{option}: {self.kind.why_no_dimensions}; leave it out")
         available = min(self.dimension, self.vectors.truncate_dim or self.dimension) if truncated else self.dimension
         for dim in dims:
             if dim is not None and dim > available:

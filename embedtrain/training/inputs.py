@@ -118,6 +118,10 @@ def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
     """Raise ConfigError if a loss trains on more dimensions than the model's vectors have, or it cannot be exported."""
     set_rope_theta(copy.deepcopy(source.config), recipe.export.rope_theta, "export.rope_theta")
     source.kind.check_recipe(recipe, source)
+    try:
+        source.kind.files.check_export(recipe.export, recipe.model.kind)
+    except ConfigError as error:  # it names options as the command export does
+        raise ConfigError(f"export.{error}") from None
     if ONNX in recipe.export.formats:
         require_graph(source)
     for loss in (recipe.loss, *(source_loss(train_source, recipe.loss) for train_source in recipe.data.train)):

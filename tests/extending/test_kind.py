@@ -8,20 +8,27 @@ from torch.nn.functional import normalize
 
 from embedtrain import evaluate, load_encoder
 from embedtrain.commands import calibrate, inspect, static, verify
+from embedtrain.config import kinds
 from embedtrain.config.compose import compose_recipe, load_recipe
-from embedtrain.config.recipe import ModelConfig
-from embedtrain.data.tokens import Layout
+from embedtrain.config.kinds import trust_kind
+from embedtrain.config.recipe import ExportConfig, LoraConfig, ModelConfig, Recipe
+from embedtrain.data.tokens import Layout, TextTokenizer
 from embedtrain.errors import ConfigError
 from embedtrain.formats.model_files import ModelFiles, write_own_tokenizer
-from embedtrain.formats.source import read_files, source_of
+from embedtrain.formats.source import CommandModel, open_model_source, read_files, source_of, with_kind_of_files
 from embedtrain.inference.exact import pairwise_dot
 from embedtrain.kinds import BackboneKind
+from embedtrain.kinds.dense import Dense
+from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.kinds.matrix_score import MatrixScore
-from embedtrain.models.encoder import Head, hidden_size
+from embedtrain.models.adapters import add_adapters
+from embedtrain.models.build import assemble_encoder
+from embedtrain.models.encoder import Encoder, Head, hidden_size
 from embedtrain.models.pooling import PooledTokens
+from embedtrain.training.inputs import check_dimensions
 from tests.commands import call
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
-from tests.small import save_small, small_model, write_beir, write_rows
+from tests.small import model_options, save_small, small_model, small_tokenizer, write_beir, write_rows
 from tests.test_run_losses import BASE
 
 KIND = "tests.extending.test_kind:Halves"
@@ -153,3 +160,70 @@ def test_only_the_user_names_its_code(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: {kind: 'unknown:Kind', path: m}\n")
     with pytest.raises(ConfigError, match=r"model\.kind=unknown:Kind: a file cannot name code"):
         load_recipe(tmp_path / "recipe.yaml")
+
+
+@dataclass(kw_only=True)
+class ShoutOptions(DenseOptions):
+    """Without a default of `kind`: it inherits that of dense models."""
+
+
+class Shout(Dense):
+    """A dense model of the user's own."""
+
+    name, options = "shout", ShoutOptions
+
+    def recognise(self, directory):
+        return None
+
+
+def test_a_kind_opens_its_models_whatever_the_default_of_its_options(tmp_path, monkeypatch):
+    monkeypatch.setattr(kinds, "_user_kinds", {})
+    path = f"{__name__}:Shout"
+    kind, directory = trust_kind(path, "kind"), save_small(small_model("bert"), tmp_path)
+    model = with_kind_of_files(CommandModel(path=str(directory), kind=path, pooling="mean"))[0]
+    assert model.kind == path and open_model_source(model).kind is kind
+    assert kind.model_options(path=str(directory)).kind == path
+
+
+def test_dimensions_that_a_kind_has_not_are_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(kinds, "_user_kinds", {})
+    directory = str(save_small(small_model("bert"), tmp_path))
+    model = trust_kind(KIND, "kind").model_options(path=directory)
+    source = open_model_source(model)
+    for other in (source, open_model_source(model_options("sparse", path=directory))):
+        other.require_dimensions([None], "truncate_dims")
+        with pytest.raises(ConfigError, match=rf"truncate_dims: {other.kind.why_no_dimensions}; leave it out"):
+            other.require_dimensions([5], "truncate_dims")
+    recipe = Recipe(name="halves", model=model, export=ExportConfig(truncate_dim=4))
+    with pytest.raises(ConfigError, match=rf"^export\.truncate_dim=4: .*{KIND}"):
+        check_dimensions(recipe, source)
+
+
+class ScaledHead(HalvesHead):
+    """Halves that a new layer scales."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.modules = {"scale": torch.nn.Linear(size, size)}
+
+
+def test_a_head_is_trained_beside_adapters():
+    backbone = assemble_encoder(open_model_source(small_model("bert"))).backbone
+    encoder = Encoder(backbone, ScaledHead(32))
+    add_adapters(encoder, LoraConfig(rank=4), None, torch.float32)
+    trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+    assert {"scale.weight", "scale.bias"} == {name for name in trained if "lora_" not in name}
+
+
+class UpperCase(Layout):
+    """Tokenizes other texts than those that it gets."""
+
+    def tokenize(self, texts, *arguments, **options):
+        return super().tokenize([text.upper() for text in texts], *arguments, **options)
+
+
+def test_a_layout_of_the_users_own_has_cached_tokens_of_its_own():
+    tokenizer = small_tokenizer()
+    of_package, own = (TextTokenizer(tokenizer, 16, layout(tokenizer)) for layout in (Layout, UpperCase))
+    assert of_package.fingerprint == of_package.layout.fast.fingerprint(*of_package.layout.identity)
+    assert own.fingerprint != of_package.fingerprint

@@ -74,7 +74,7 @@ class M3Head(PooledHead):
         self.settings = settings
         self.colbert_linear = nn.Linear(size, settings.token_dimension)
         self.sparse_linear = nn.Linear(size, 1)
-        self.modules |= self.beside_adapters
+        self.modules |= {"colbert_linear": self.colbert_linear, "sparse_linear": self.sparse_linear}
 
     def __call__(self, hidden: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
         """Rows of all tokens, see `m3_rows`.
@@ -102,11 +102,6 @@ class M3Head(PooledHead):
         (vectors,) = super().graph_outputs(hidden, mask)
         tokens = self.token_vectors(hidden[:, 1:]) * mask[:, 1:, None]
         return vectors, vectors.clone(), self.lexical_weights(hidden), tokens
-
-    @property
-    def beside_adapters(self) -> dict[str, nn.Module]:
-        """Both layers."""
-        return {"colbert_linear": self.colbert_linear, "sparse_linear": self.sparse_linear}
 
     def lexical_weights(self, hidden: Tensor) -> Tensor:
         """The weight of each token from its vector [..., H]: [..., 1]."""

@@ -89,6 +89,11 @@ class WordHead(ClassHead):
             return (weights,)
         return (torch.cat([weights, looked_up.to(weights.dtype)]).index_select(0, query_words.order),)
 
+    @property
+    def beside_adapters(self) -> dict[str, nn.Module]:
+        """None: the vocabulary head is in the files."""
+        return {}
+
     def of_whole_class(self, chunk: Chunk, backbone: nn.Module) -> Tensor:
         """The weights of words from the logits of all tokens of padded texts."""
         decoder = decoder_of(self.model)

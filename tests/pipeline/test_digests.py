@@ -182,7 +182,7 @@ _TEXTS = {
     # texts that a model reads, and names of its parts
     "query_prompt", "document_prompt", "instruction_format", "pair_template", "teacher_pair_template", "score_tokens",
     "expansion_token", "skiplist_words", "rope_scaling", "targets", "modules_to_save", "block_class", "match",
-    "names", "layers", "activation_checkpointing", "compile",
+    "names", "layers", "activation_checkpointing", "compile", "fused_kernels",
     # measures and choices
     "metrics", "metric", "best_metric", "mteb", "first_stage", "step", "steps",
     # losses, and code, which Python finds by the name of its module

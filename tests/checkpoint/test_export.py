@@ -76,17 +76,22 @@ def test_heads_prompts_and_types_are_kept(tmp_path, dtype):
     assert np.allclose(reopened.encode(list(PROBES), prompt=""), expected, atol=5e-2 if dtype.itemsize == 2 else 1e-4)
 
 
+def in_bf16(built: Architecture) -> Architecture:
+    """The same with the outputs of a run in bf16."""
+    encoder = assemble_encoder(built.source)
+    encoder.load_state_dict(built.state)
+    tokenizer = bound_tokenizer(built.source, load_tokenizer(built.source))
+    with torch.autocast("cpu", torch.bfloat16):
+        return replace(built, vectors=probe_outputs(encoder, built.source, tokenizer))
+
+
 def test_rounding_alone_fails_no_export_of_a_deep_model(tmp_path):
     """Of a decoder whose vectors in bf16 differ more from those in fp32 than the limit for all models."""
     model = small_model("qwen3")
     model = replace(model, config=model.config | {"num_hidden_layers": 24, "initializer_range": 0.5})
     path = str(save_small(model, tmp_path / "model"))
     built = architecture_of(tmp_path / "architecture", model_options(path=path, pooling=Pooling.last))
-    encoder = assemble_encoder(built.source)
-    encoder.load_state_dict(built.state)
-    tokenizer = bound_tokenizer(built.source, load_tokenizer(built.source))
-    with torch.autocast("cpu", torch.bfloat16):
-        trained = replace(built, vectors=probe_outputs(encoder, built.source, tokenizer))
+    trained = in_bf16(built)
     rounding, limit = (
         max_relative_difference(trained.vectors, built.vectors),
         export_tolerance(torch.float32, exact_encoder=False),
@@ -108,11 +113,7 @@ def test_a_fault_that_is_smaller_than_the_rounding_of_bf16(tmp_path, dtype):
     """The directory cuts texts one token earlier than the run, which the limit for the model's own rounding allows."""
     path = str(save_small(small_model("qwen3"), tmp_path / "model"))
     built = architecture_of(tmp_path / "architecture", model_options(path=path, pooling=Pooling.mean))
-    encoder = assemble_encoder(built.source)
-    encoder.load_state_dict(built.state)
-    tokenizer = bound_tokenizer(built.source, load_tokenizer(built.source))
-    with torch.autocast("cpu", torch.bfloat16):
-        trained = replace(built, vectors=probe_outputs(encoder, built.source, tokenizer))
+    trained = in_bf16(built)
     exported = export_model(tmp_path / "out", trained, dtype=dtype, in_bf16=True, tolerance=1e-3)
     assert exported.difference > 1e-3
     settings = built.directory / "tokenizer_config.json"

@@ -124,7 +124,9 @@ def test_compiled_blocks(ranks, device_ranks):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel: pip install '.[liger]'"
+)
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3_text"])
 def test_fused_kernels(ranks, gpu_ranks, architecture):
     """Of liger-kernel, which is compared with the modules in fp32 and bf16 when the model is loaded."""

@@ -373,7 +373,7 @@ def test_a_run_exports_the_model_without_them(ranks, run_inputs, tmp_path: Path)
     assert (fused / "model" / config).read_text() == (plain / "model" / config).read_text()
 
 
-@pytest.mark.skipif(not has_liger, reason="liger-kernel and Triton are not installed")
+@pytest.mark.skipif(not has_liger, reason="needs Triton, of torch for CUDA, and liger-kernel: pip install '.[liger]'")
 def test_liger_kernel_in_the_interpreter_of_triton():
     """Its own kernels, forward and backward: Triton's interpreter needs no GPU, and a process of its own."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,1 @@
+"""Pictures in the texts of rows and corpora: references, files, and what a model gets of them."""

@@ -1,0 +1,64 @@
+"""Items: texts in which pictures stand as references.
+
+A reference has the content's key and the picture's size, never a path: equal pictures are equal texts wherever their
+files are, the length of an item is known without opening a file, and a text that only looks like a reference can name
+nothing but a picture that this process has read. `PICTURES` in `files.py` knows where the pictures are.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# A noncharacter, which Unicode reserves for use within a program. Texts that are read do not have it, see `plain`.
+MARK = "\ufdd0"
+_REFERENCE = re.compile(f"{MARK}([0-9a-f]{{16}}) ([1-9][0-9]{{0,9}})x([1-9][0-9]{{0,9}}){MARK}")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture that is known by the header of its file.
+
+    Attributes:
+        key: of the file's bytes, 63 bits, as `text_key` computes it of a text.
+        width, height: pixels, as the picture is shown: after the orientation that its file names.
+    """
+
+    key: int
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        """The reference that stands for it in an item."""
+        return f"{MARK}{self.key:016x} {self.width}x{self.height}{MARK}"
+
+
+def has_pictures(item: str) -> bool:
+    """Whether an item has a picture."""
+    return MARK in item and _REFERENCE.search(item) is not None
+
+
+def pictures_of(item: str) -> list[Picture]:
+    """The pictures of an item, in order."""
+    return [part for part in item_parts(item) if isinstance(part, Picture)]
+
+
+def item_parts(item: str) -> list[str | Picture]:
+    """The texts and the pictures of an item, in order; no text is empty."""
+    if MARK not in item:
+        return [item] if item else []
+    parts: list[str | Picture] = []
+    start = 0
+    for found in _REFERENCE.finditer(item):
+        parts += [item[start : found.start()], Picture(int(found[1], 16), int(found[2]), int(found[3]))]
+        start = found.end()
+    return [part for part in (*parts, item[start:]) if part != ""]
+
+
+def join_parts(parts: Iterable[str | Picture]) -> str:
+    """The item of these texts and pictures."""
+    return "".join(plain(part) if isinstance(part, str) else str(part) for part in parts)
+
+
+def plain(text: str) -> str:
+    """A text of a user without the character that marks references."""
+    return text.replace(MARK, "\ufffd") if MARK in text else text

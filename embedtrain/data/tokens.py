@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from embedtrain.config.code import is_own_code
 from embedtrain.data.chunks import FurtherCosts
+from embedtrain.data.images.item import MARK
 from embedtrain.data.rows import Prompt
 from embedtrain.data.types import (
     IS_QUERY,
@@ -82,7 +83,12 @@ class FastTokenizer:
         self._tokenizer, self._special_tokens = tokenizer, special_tokens
 
     def ids(self, texts: list[str], max_length: int) -> list[list[int]]:
-        """The ids of each text, including special tokens, at most `max_length`; may be empty."""
+        """The ids of each text, including special tokens, at most `max_length`; may be empty.
+
+        A ModelError for a picture, which no tokenizer reads.
+        """
+        if any(MARK in text for text in texts):
+            raise ModelError("an item has a picture, and the model reads texts alone")
         try:
             copy = self._copy
             if copy is not None and copy.max_text_tokens(max_length) > 0:
@@ -170,6 +176,7 @@ class Layout:
         has_row_ids: whether texts are compared by the ids of these tokens as well.
         second_type: the token type of tokens flagged SECOND_SEGMENT; 0: the model has no token types.
         has_skip_list: whether texts of the model have a list of tokens without vectors.
+        reads_pictures: whether items may have pictures, which are slots among the tokens until a chunk is made.
         num_towers: of the encoder; a text of each role has one.
         num_pair_tokens: tokens of a pair besides those of its texts; None: texts are encoded alone.
         dummy: what a rank encodes that has fewer chunks than others.
@@ -188,6 +195,7 @@ class Layout:
     has_token_rows: ClassVar[bool] = False
     has_row_ids: ClassVar[bool] = False
     has_skip_list: ClassVar[bool] = False
+    reads_pictures: ClassVar[bool] = False
     num_towers: ClassVar[int] = 1
     second_type = 0
     num_pair_tokens: int | None = None
@@ -265,7 +273,7 @@ class Layout:
         def selected(inputs: NDArray[np.int64]) -> Tokens:
             return self.lay_out(tokens.tokens(inputs), are_queries[inputs])
 
-        lengths = self.lengths(tokens.lengths, are_queries)
+        lengths = self.input_lengths(tokens.lengths, are_queries, selected)
         return EncoderInputs(
             num_queries=len(rows),
             rows=all_rows,
@@ -273,13 +281,31 @@ class Layout:
             costs=self.costs(lengths, are_queries),
             sizes=self.sizes(lengths, are_queries, selected),
             tokens=selected,
-            towers=self.towers(are_queries),
+            towers=self.towers(are_queries, selected),
             further=self.further(lengths, selected),
         )
 
-    def towers(self, are_queries: NDArray[np.bool_]) -> NDArray[np.int64] | None:
-        """The number of the tower that encodes each text: int64 [N]; None: there is one."""
+    def towers(
+        self, are_queries: NDArray[np.bool_], tokens: Callable[[NDArray[np.int64]], Tokens]
+    ) -> NDArray[np.int64] | None:
+        """The number of the tower that encodes each text: int64 [N]; None: there is one.
+
+        `tokens` gives what the encoder gets of some of the texts.
+        """
         return None
+
+    def input_lengths(
+        self,
+        lengths: NDArray[np.int64],
+        are_queries: NDArray[np.bool_],
+        tokens: Callable[[NDArray[np.int64]], Tokens],
+    ) -> NDArray[np.int64]:
+        """`lengths`; `tokens` gives what the encoder gets of some of the texts."""
+        return self.lengths(lengths, are_queries)
+
+    def num_tokens(self, tokens: Tokens) -> NDArray[np.int64]:
+        """Tokens of each text in a chunk: int64 [N]. A picture has as many as the encoder computes of it."""
+        return tokens.lengths
 
     def lengths(self, lengths: NDArray[np.int64], are_queries: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Tokens of each text that the encoder gets, from those that are cached: int64 [N]."""
@@ -401,6 +427,11 @@ class Layout:
         return self.tokenizer
 
     @property
+    def dummies(self) -> Sequence[tuple[str | Pair, TextRole]]:
+        """What a rank encodes that has fewer chunks of a tower than others, and its role, of each tower."""
+        return [(self.dummy, TextRole.document)]
+
+    @property
     def max_token_id(self) -> int:
         """The largest token id."""
         return max_token_id(self.tokenizer)
@@ -501,18 +532,18 @@ class TextTokenizer:
         """What the encoder computes of a batch."""
         return self.layout.inputs(tokens, self.max_length)
 
-    def dummy(self, role: TextRole = TextRole.document) -> Chunk:
-        """A chunk for a rank that has fewer chunks than others, for the tower that encodes texts of a role.
+    def dummy(self, tower: int = 0) -> Chunk:
+        """A chunk for a rank that has fewer chunks of a tower than others.
 
         A forward pass of a sharded model is a collective, so all ranks run the same number of passes.
         """
-        item: Sequence[Any] = [self.layout.dummy]
-        return self.make_chunk(self.tokens(item, role=role), [-1])
+        item, role = self.layout.dummies[tower]
+        items: Sequence[Any] = [item]
+        return self.make_chunk(self.tokens(items, role=role), [-1])
 
     def dummies(self) -> list[Chunk]:
         """A dummy of each tower."""
-        roles = list(TextRole) if self.layout.num_towers > 1 else [TextRole.document]
-        return [self.dummy(role) for role in roles]
+        return [self.dummy(tower) for tower in range(self.layout.num_towers)]
 
     def of_tower(self, role: str) -> "TextTokenizer":
         """That of the tower that encodes texts of a role."""
@@ -610,9 +641,16 @@ class TowerLayout(Layout):
         flag = IS_QUERY if role is TextRole.query else np.uint8(0)
         return Tokens(laid_out.ids, laid_out.flags | flag, laid_out.lengths)
 
-    def towers(self, are_queries: NDArray[np.bool_]) -> NDArray[np.int64]:
+    def towers(
+        self, are_queries: NDArray[np.bool_], tokens: Callable[[NDArray[np.int64]], Tokens]
+    ) -> NDArray[np.int64]:
         """0 for queries and 1 for documents."""
         return np.where(are_queries, 0, 1)
+
+    @property
+    def dummies(self) -> Sequence[tuple[str | Pair, TextRole]]:
+        """A query and a document."""
+        return [(self.dummy, role) for role in self.of_roles]
 
     def chunk(self, tokens: Tokens, rows: Sequence[int], *, packed: bool) -> Chunk:
         """Texts of one role as a chunk for their tower."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.data.chunks import FurtherCosts
+from embedtrain.data.images.item import Picture
 from embedtrain.data.rows import Example
 
 
@@ -33,7 +34,9 @@ class Pair(NamedTuple):
 
 
 # Flags of a token; 0 is a token that is pooled, attended to and has a vector, of a document or its first segment.
-NOT_POOLED, NO_VECTOR, SECOND_SEGMENT, IS_QUERY, NOT_ATTENDED = (np.uint8(1 << bit) for bit in range(5))
+# PICTURE is no token: a number of the slot in which a picture stands until a chunk is made.
+NOT_POOLED, NO_VECTOR, SECOND_SEGMENT, IS_QUERY, NOT_ATTENDED, PICTURE = (np.uint8(1 << bit) for bit in range(6))
+SLOT = 4  # numbers of a picture among the ids: both halves of its key, width, height
 
 
 def gather_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
@@ -45,13 +48,37 @@ def gather_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDAr
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """The P pictures of tokens, in order.
+
+    Attributes:
+        starts: int64 [P], where the slot of each begins among all ids.
+        owners: int64 [P], the text of each.
+        keys: int64 [P], of its file's content.
+        sizes: int64 [P, 2], width and height.
+    """
+
+    starts: NDArray[np.int64]
+    owners: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def pictures(self) -> list[Picture]:
+        """As they stand in items."""
+        return [Picture(key, *size) for key, size in zip(self.keys.tolist(), self.sizes.tolist(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """The tokens of N texts or pairs, one text after the other.
 
     Attributes:
         ids: int32 [T].
-        flags: uint8 [T], of each token NOT_POOLED, NO_VECTOR, SECOND_SEGMENT, IS_QUERY and NOT_ATTENDED.
-        lengths: int64 [N], tokens of each text.
+        flags: uint8 [T], of each token NOT_POOLED, NO_VECTOR, SECOND_SEGMENT, IS_QUERY, NOT_ATTENDED and PICTURE.
+        lengths: int64 [N], tokens of each text; a picture counts SLOT.
     """
 
     ids: NDArray[np.int32]
@@ -80,6 +107,19 @@ class Tokens:
         return cls(ids, np.where(positions < np.repeat(counts, lengths), NOT_POOLED, np.uint8(0)), lengths)
 
     @classmethod
+    def of_parts(cls, items: Sequence[Sequence[Sequence[int] | Picture]]) -> "Tokens":
+        """Tokens of items from the parts of each: the ids of a text, or a picture, which becomes a slot."""
+        ids, flags, lengths = list[int](), list[int](), list[int]()
+        for item in items:
+            first = len(ids)
+            for part in item:
+                numbers = slot_of(part) if isinstance(part, Picture) else part
+                ids += numbers
+                flags += [int(PICTURE) if isinstance(part, Picture) else 0] * len(numbers)
+            lengths.append(len(ids) - first)
+        return cls(np.array(ids, dtype=np.int32), np.array(flags, dtype=np.uint8), np.array(lengths, dtype=np.int64))
+
+    @classmethod
     def concatenated(cls, parts: Sequence["Tokens"]) -> "Tokens":
         """The texts of all parts, in order; at least one part."""
         ids, flags, lengths = zip(*((part.ids, part.flags, part.lengths) for part in parts), strict=True)
@@ -106,13 +146,26 @@ class Tokens:
         owners = np.repeat(np.arange(len(self)), self.lengths)
         return np.bincount(owners[self.flags & flag != 0], minlength=len(self))
 
+    def slots(self) -> Slots:
+        """The pictures."""
+        starts = np.flatnonzero(self.flags & PICTURE)[::SLOT]
+        high, low, width, height = (self.ids[starts + number].astype(np.int64) for number in range(SLOT))
+        owners = np.searchsorted(np.cumsum(self.lengths), starts, side="right")
+        return Slots(starts, owners, high << 32 | low & 0xFFFFFFFF, np.stack([width, height], axis=1))
+
+
+def slot_of(picture: Picture) -> list[int]:
+    """The numbers of a picture among ids, each of int32: [SLOT]."""
+    low = picture.key & 0xFFFFFFFF
+    return [picture.key >> 32, low - (1 << 32) if low >= 1 << 31 else low, picture.width, picture.height]
+
 
 class BatchTokens(Protocol):
     """The tokens of the T texts of a global batch: all B queries, then all documents, row by row.
 
     Attributes:
         num_documents: int64 [B], of each row.
-        lengths: int64 [T], tokens of each text.
+        lengths: int64 [T], cached tokens of each text.
         keys: int64 [T], hashes of the texts without prompts, the same in every process.
     """
 

@@ -120,7 +120,7 @@ class SentenceEncoder:
         self.truncate_dim = truncate_dim
         self.precision = precision
         self.score = score or Cosine()
-        self._dummies: dict[TextRole, Chunk] = {}  # made when they are needed
+        self._dummies: dict[int, Chunk] = {}  # made when they are needed
         self.progress: ProgressCallback = lambda _description, _done, _total: None  # called after each block
 
     @classmethod
@@ -268,17 +268,18 @@ class SentenceEncoder:
                 yield vectors if work.mapped else vectors.to(world.device), distinct
             if not remaining:
                 return
-        with self._unsharded(work.texts.role), contextlib.closing(self._prepared(work, remaining)) as prepared:
+        num_done = len(plan) - len(remaining)
+        remaining = plan.dealt(remaining, world.size)
+        with self._unsharded(plan.towers), contextlib.closing(self._prepared(work, remaining)) as prepared:
             launched: _Block | None = None
-            num_done = len(plan) - len(remaining)
             # At least one pass even without texts: only a forward pass shows the number of dimensions.
             size = world.size * min(CHUNKS_PER_BLOCK, self.score.max_chunks_per_block)
             for start in range(0, len(remaining) or 1, size):
-                block = remaining[start : start + size]
-                num_done += len(block)
+                block = remaining[start : start + size] or [-1] * world.size
+                num_done += sum(number >= 0 for number in block)
                 chunks: list[Chunk] = []
                 with world.fail_together("preparing texts"):
-                    chunks += itertools.islice(prepared, len(block[world.rank :: world.size]))
+                    chunks += itertools.islice(prepared, sum(number >= 0 for number in self._local(block)))
                 previous, launched = launched, self._launch(work, chunks, block, num_done)
                 # The device computes this block while the host reads the previous one.
                 if previous is not None:
@@ -290,7 +291,7 @@ class SentenceEncoder:
         """This rank's chunks in order, prepared by a thread at most a block ahead. A collective."""
         plan, tokenizer = work.plan, self.tokenizer
         tokenized = plan.exchange_tokens(remaining, self.world)
-        local_chunks = remaining[self.world.rank :: self.world.size]
+        local_chunks = [number for number in self._local(remaining) if number >= 0]
 
         def prepare(index: int) -> Chunk:
             distinct = plan.chunk(local_chunks[index])
@@ -305,10 +306,16 @@ class SentenceEncoder:
         workers = int(len(local_chunks) > 1)  # a query of `embedtrain.search` needs no thread
         return iter(Prefetcher(prepare, 0, len(local_chunks), workers=workers, ahead=CHUNKS_PER_BLOCK))
 
+    def _local(self, chunks: Sequence[int]) -> Sequence[int]:
+        """Those of this rank, of chunks that are dealt; -1 where it runs a dummy pass."""
+        return chunks[self.world.rank :: self.world.size]
+
     def _launch(self, work: _Work, chunks: Sequence[Chunk], block: Sequence[int], num_done: int) -> _Block:
         """Launch the forward passes of this rank's part of `block`. Reads nothing from the device."""
-        vectors = self._encode_block(chunks, block, work.texts.role)
-        local_chunks = block[self.world.rank :: self.world.size]
+        towers = work.plan.towers
+        passes = [towers[max(0, number)] for number in block[:: self.world.size]]  # rank 0 has a chunk in each
+        local_chunks = [number for number in self._local(block) if number >= 0]
+        vectors = self._encode_block(chunks, passes, [number >= 0 for number in self._local(block)])
         distinct = [work.plan.chunk(number) for number in local_chunks]
         with torch.inference_mode(False), torch.no_grad():
             is_finite = HostCopy(torch.isfinite(vectors.values).all(dim=1))
@@ -342,29 +349,33 @@ class SentenceEncoder:
         self.progress(work.label, block.num_done, len(work.plan))
         return stored if work.mapped else block.vectors, block.distinct
 
-    def _encode_block(self, chunks: Sequence[Chunk], block: Sequence[int], role: TextRole) -> Part:
-        """One forward pass per chunk of this rank, and dummy passes while other ranks have more."""
-        num_passes = max(1, -(-len(block) // self.world.size))
+    def _encode_block(self, chunks: Sequence[Chunk], towers: Sequence[int], has_chunk: Sequence[bool]) -> Part:
+        """One forward pass per chunk of this rank, and dummy passes while other ranks have more.
+
+        `towers` has the tower of each pass, and `has_chunk` whether this rank has a chunk for it.
+        """
+        remaining = iter(chunks)
         with eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
-            vectors = [self._forward(chunk) for chunk in chunks]
-            # With gathered weights, ranks do not wait for each other; one pass is still needed to know D.
-            if self.unshard is Unshard.layer or not chunks:
-                dummies = [self._dummy(role)] * (num_passes - len(chunks))
-                vectors += [self._forward(dummy).slice(0, 0) for dummy in dummies]
+            vectors = list[Part]()
+            for tower, is_chunk in zip(towers, has_chunk, strict=True):
+                if is_chunk:
+                    vectors.append(self._forward(next(remaining)))
+                # With gathered weights, ranks do not wait for each other; one pass is still needed to know D.
+                elif self.unshard is Unshard.layer or not chunks:
+                    vectors.append(self._forward(self._dummy(tower)).slice(0, 0))
             return concatenate(vectors)
 
-    def _dummy(self, role: TextRole) -> Chunk:
-        if self.tokenizer.layout.num_towers == 1:
-            role = TextRole.document
-        if role not in self._dummies:
-            self._dummies[role] = pinned(self.tokenizer.dummy(role), self.world.device)
-        return self._dummies[role]
+    def _dummy(self, tower: int) -> Chunk:
+        if tower not in self._dummies:
+            self._dummies[tower] = pinned(self.tokenizer.dummy(tower), self.world.device)
+        return self._dummies[tower]
 
-    def _unsharded(self, role: TextRole) -> contextlib.AbstractContextManager[None]:
-        """Gather all weights of the tower that encodes texts of a role, if that is configured."""
+    def _unsharded(self, towers: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Gather all weights of these towers, if that is configured."""
         if self.unshard is Unshard.layer:
             return contextlib.nullcontext()
-        return unsharded_weights(self.encoder, lambda: self._encode_block([], [0] * self.world.size, role))
+        passes = list(dict.fromkeys(towers))
+        return unsharded_weights(self.encoder, lambda: self._encode_block([], passes, [False] * len(passes)))
 
     def _forward(self, chunk: Chunk) -> Part:
         vectors: Tensor

@@ -89,7 +89,7 @@ class TokenizedTexts:
     ids: NDArray[np.int32]  # tokens of the texts that are in it
     flags: NDArray[np.uint8]  # of these
     offsets: NDArray[np.int32]  # [U], where each text begins in `ids`; undefined for texts that are not in it
-    lengths: NDArray[np.int32]  # [U], tokens of all texts
+    lengths: NDArray[np.int32]  # [U], tokens of all texts; a picture counts `SLOT`
 
     def take(self, distinct: NDArray[np.int64]) -> Tokens:
         """The tokens of texts."""
@@ -114,6 +114,7 @@ class EncodingPlan:
     cuts: list[int]  # where each chunk begins in `order`, and the end of the last
     chunk_tokens: int  # maximum number of tokens of a chunk, including padding (a longer text has its own chunk)
     tokenized: TokenizedTexts | None  # every W-th text, from text `rank` on; None, on every rank, for a large set
+    towers: Sequence[int]  # of each chunk; of an empty set, the tower that would encode its texts
 
     def __len__(self) -> int:
         return len(self.cuts) - 1
@@ -121,6 +122,17 @@ class EncodingPlan:
     def chunk(self, number: int) -> NDArray[np.int64]:
         """The distinct texts of a chunk."""
         return self.order[self.cuts[number] : self.cuts[number + 1]].astype(np.int64)
+
+    def dealt(self, chunks: Sequence[int], size: int) -> list[int]:
+        """Chunks in the order in which `size` ranks take them in turn, so that they compute one tower at a time.
+
+        -1 stands for no chunk, where ranks have none left of a tower.
+        """
+        out: list[int] = []
+        for tower in dict.fromkeys(self.towers):
+            out += [number for number in chunks if self.towers[number] == tower]
+            out += [-1] * (-len(out) % size)
+        return out
 
     def expand(self, distinct: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
         """All occurrences of distinct texts, int64 [m] on the CPU, and the position in `distinct` of each, [m]."""
@@ -133,14 +145,15 @@ class EncodingPlan:
     def exchange_tokens(self, chunks: Sequence[int], world: World) -> TokenizedTexts | None:
         """The tokens of this rank's chunks; None if they were not kept. A collective.
 
-        Rank i % W encodes the i-th of `chunks`.
+        Rank i % W encodes the i-th of `chunks`, in which -1 stands for no chunk.
         """
         if self.tokenized is None or world.size == 1:
             return self.tokenized
         lengths, order = self.tokenized.lengths, self.order
         encoder_rank = np.full(len(order), -1, dtype=np.int32)  # by text; -1: its vector is known already
         for index, number in enumerate(chunks):
-            encoder_rank[self.chunk(number)] = index % world.size
+            if number >= 0:
+                encoder_rank[self.chunk(number)] = index % world.size
 
         def texts(tokenizer_rank: int, to_rank: int) -> NDArray[np.int64]:
             numbers: NDArray[np.int64] = np.arange(tokenizer_rank, len(order), world.size)
@@ -174,13 +187,18 @@ def plan_encoding(
     first, occurrences, starts = _group_equal(keys)
     del keys, text_keys
     costs, tokenized = _tokenize(texts, first, tokenizer, max_length, world)
-    lengths = costs[:, 0]
+    lengths = costs.tokens
     order: Indices = np.argsort(-lengths, kind="stable").astype(first.dtype)
-    reach = None
+    reach: NDArray[np.int64] | None = None
     if tokenizer.layout.further_limits:
-        further = FurtherCosts(costs[:, 1:].astype(np.int64), tokenizer.layout.further_limits)
+        further = FurtherCosts(costs.further.astype(np.int64), tokenizer.layout.further_limits)
         order = further.first(order)
-        reach = further.reach(order[:, None])
+    if costs.towers is not None:
+        order = order[np.argsort(costs.towers[order], kind="stable")]
+        reach = np.searchsorted(costs.towers[order], costs.towers[order], side="right")
+    if tokenizer.layout.further_limits:
+        limited = further.reach(order[:, None])
+        reach = limited if reach is None else np.minimum(reach, limited)
     limit = min(chunk_tokens, max(_MIN_CHUNK_TOKENS, int(lengths.sum()) // _MIN_CHUNKS))
     sizes = np.maximum(1, lengths[order])
     ends = np.zeros(len(sizes) + 1, dtype=np.int64)
@@ -193,7 +211,31 @@ def plan_encoding(
         else:
             stop = start + limit // int(sizes[start])
         cuts.append(min(len(order) if reach is None else int(reach[start]), max(start + 1, stop)))
-    return EncodingPlan(first, occurrences, starts, order, cuts, limit, tokenized)
+    if costs.towers is None:
+        towers = [_tower_of_role(tokenizer, texts.role)] * max(1, len(cuts) - 1)
+    else:
+        towers = costs.towers[order[cuts[:-1]]].tolist() or [0]
+    return EncodingPlan(first, occurrences, starts, order, cuts, limit, tokenized, towers)
+
+
+def _tower_of_role(tokenizer: TextTokenizer, role: TextRole) -> int:
+    """The tower that encodes texts of a role."""
+    towers = tokenizer.layout.towers(np.array([role is TextRole.query]), lambda _: Tokens.of([]))
+    return 0 if towers is None else int(towers[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What U texts cost: `tokens`, int32 [U], and `Layout.further_costs`, int32 [U, K].
+
+    `cached` are the tokens that are kept of each, int32 [U]; `towers`, int32 [U], encode each text, where the role of
+    the texts does not decide it.
+    """
+
+    tokens: NDArray[np.int32]
+    cached: NDArray[np.int32]
+    towers: NDArray[np.int32] | None
+    further: NDArray[np.int32]
 
 
 def _group_equal(keys: NDArray[np.int64]) -> tuple[Indices, Indices, Indices]:
@@ -220,22 +262,26 @@ def _group_equal(keys: NDArray[np.int64]) -> tuple[Indices, Indices, Indices]:
 
 def _tokenize(
     texts: PromptedTexts, rows: Indices, tokenizer: TextTokenizer, max_length: int | None, world: World
-) -> tuple[NDArray[np.int32], TokenizedTexts | None]:
-    """The costs of the texts `rows`, and the tokens of every W-th of them, which this rank tokenizes.
-
-    The costs are int32 [U, 1 + K]: the number of tokens, then `Layout.further_costs`.
-    """
+) -> tuple[_Costs, TokenizedTexts | None]:
+    """The costs of the texts `rows`, and the tokens of every W-th of them, which this rank tokenizes."""
     local_rows, layout = rows[world.rank :: world.size], tokenizer.layout
-    local_costs = torch.zeros((len(local_rows), 1 + len(layout.further_limits)), dtype=torch.int32)
+    # Pictures have other numbers of tokens than are kept, and towers of their own.
+    num_columns = 3 if layout.reads_pictures else 1
+    local_costs = torch.zeros((len(local_rows), num_columns + len(layout.further_limits)), dtype=torch.int32)
     ids, flags = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.uint8)]
     num_tokens = 0
     with world.fail_together("tokenizing"):
         for start in range(0, len(local_rows), _TEXTS_PER_CALL):
             batch = local_rows[start : start + _TEXTS_PER_CALL].tolist()
             tokens = tokenizer.tokens(texts.with_prompt(batch), max_length, texts.prompts(batch), texts.role)
-            local_costs[start : start + len(batch), 0] = torch.from_numpy(tokens.lengths)
+            of_batch = slice(start, start + len(batch))
+            local_costs[of_batch, 0] = torch.from_numpy(layout.num_tokens(tokens))
+            if layout.reads_pictures:
+                towers = layout.towers(np.full(len(batch), texts.role is TextRole.query), tokens.take)
+                local_costs[of_batch, 1] = torch.from_numpy(tokens.lengths)
+                local_costs[of_batch, 2] = 0 if towers is None else torch.from_numpy(towers)
             if layout.further_limits:
-                local_costs[start : start + len(batch), 1:] = torch.from_numpy(layout.further_costs(tokens))
+                local_costs[of_batch, num_columns:] = torch.from_numpy(layout.further_costs(tokens))
             if num_tokens <= MAX_KEPT_TOKENS:
                 ids.append(tokens.ids)
                 flags.append(tokens.flags)
@@ -245,12 +291,14 @@ def _tokenize(
     costs = np.empty((len(rows), local_costs.shape[1]), dtype=np.int32)
     for rank, rank_costs in enumerate(np.split(gathered, np.cumsum(rows_per_rank)[:-1])):
         costs[rank :: world.size] = rank_costs
-    lengths = costs[:, 0]
-    if max(int(lengths[rank :: world.size].sum()) for rank in range(world.size)) > MAX_KEPT_TOKENS:
-        return costs, None
+    has_towers = layout.reads_pictures and layout.num_towers > 1
+    cached = costs[:, 1 if layout.reads_pictures else 0]
+    found = _Costs(costs[:, 0], cached, costs[:, 2] if has_towers else None, costs[:, num_columns:])
+    if max(int(cached[rank :: world.size].sum()) for rank in range(world.size)) > MAX_KEPT_TOKENS:
+        return found, None
     offsets = np.zeros(len(rows), dtype=np.int32)
-    local_lengths = local_costs[:, 0]
+    local_lengths = local_costs[:, 1 if layout.reads_pictures else 0]
     offsets[world.rank :: world.size] = (local_lengths.cumsum(0) - local_lengths).numpy()
     all_ids = np.concatenate(ids)
     ids.clear()  # before the flags are copied as well
-    return costs, TokenizedTexts(all_ids, np.concatenate(flags), offsets, lengths)
+    return found, TokenizedTexts(all_ids, np.concatenate(flags), offsets, cached)

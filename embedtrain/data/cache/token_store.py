@@ -29,7 +29,7 @@ from embedtrain.data.cache.cache import (
 )
 from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.rows import Prompt, TextFormat, instructed_query, text_key
-from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.tokens import Layout, TextTokenizer
 from embedtrain.data.types import NOT_POOLED, TextRole, Tokens, gather_ranges
 from embedtrain.errors import DataError
 
@@ -40,6 +40,12 @@ TEXTS_PER_CALL = 1024
 CHARACTERS_PER_CALL = 1 << 21
 BLOCK = 1 << 20
 UNPOOLED = "unpooled.bin"
+FLAGS = "flags.bin"
+
+
+def flag_files(layout: Layout) -> list[str]:
+    """The file of the flags of a layout's cached tokens; none if they have none."""
+    return [FLAGS] if layout.reads_pictures else [UNPOOLED] if layout.caches_flags else []
 
 
 def parts_of_rows(rows: ArrowRows) -> list[range]:
@@ -65,11 +71,12 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_f
     """Tokenise the texts of some batches of rows, and write them as a folder.
 
     It has `values.bin`, the concatenated tokens; `lengths.bin`, int32 [T]; `keys.bin`, int64 [T]; and, if the layout
-    caches flags, `unpooled.bin`, int32 [T], how many of the first tokens of each text are not pooled.
+    caches flags, `unpooled.bin`, int32 [T], how many of the first tokens of each text are not pooled, or if it reads
+    pictures, `flags.bin`, uint8 of each token.
     """
     path.mkdir()
     distinct = _DistinctTexts(tokenizer, value_type(tokenizer))
-    names = ["values.bin", "lengths.bin", "keys.bin", *([UNPOOLED] if tokenizer.layout.caches_flags else [])]
+    names = ["values.bin", "lengths.bin", "keys.bin", *flag_files(tokenizer.layout)]
     with ExitStack() as stack:
         files = {name: stack.enter_context((path / name).open("wb")) for name in names}
         for number in batches:
@@ -80,6 +87,7 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_f
                 "lengths.bin": lengths.astype(np.int32),
                 "keys.bin": distinct.keys[texts],
                 UNPOOLED: distinct.unpooled[texts].astype(np.int32),
+                FLAGS: gather_ranges(distinct.flags, distinct.offsets[:-1][texts], lengths),
             }
             for name, file in files.items():
                 file.write(arrays[name].data.cast("B"))
@@ -130,6 +138,7 @@ class _DistinctTexts:
 
     def __init__(self, tokenizer: TextTokenizer, dtype: Any) -> None:
         self.values: NDArray[Any] = np.empty(0, dtype=dtype)  # concatenated
+        self.flags = np.empty(0, dtype=np.uint8)  # of these
         self.lengths, self.keys, self.unpooled = (np.empty(0, dtype=np.int64) for _ in range(3))  # [U]
         self.offsets = np.zeros(1, dtype=np.int64)  # [U + 1]
         self._layout = tokenizer.layout
@@ -159,14 +168,16 @@ class _DistinctTexts:
         return indices
 
     def _add(self, options: _TextOptions, texts: list[str]) -> None:
-        values, lengths, unpooled = [self.values], [self.lengths], [self.unpooled]
+        values, flags, lengths, unpooled = [self.values], [self.flags], [self.lengths], [self.unpooled]
         for batch in _batches(texts):
             prompted = [options.prompt(text) for text in batch]
             tokens = self._layout.tokenize(prompted, options.limit, options.prompt.prefix, options.role)
             lengths.append(tokens.lengths)
             values.append(tokens.ids.astype(self.values.dtype))
+            flags.append(tokens.flags)
             unpooled.append(tokens.count(NOT_POOLED))
         self.values, self.lengths, self.unpooled = map(np.concatenate, (values, lengths, unpooled))
+        self.flags = np.concatenate(flags)
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         keys = np.fromiter(
             (text_key(instructed_query(text, options.instruction)) for text in texts),
@@ -192,11 +203,12 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 def join_parts(directory: Path, names: Sequence[str], rows: RowStore, path: Path) -> None:
     """Concatenate the tokens of the parts `names` in `directory`, and write the offsets of texts and rows.
 
-    The folder has `values.bin`, `keys.bin`, `unpooled.bin` if parts have it, `offsets.bin` (int64 [T + 1]) and
-    `row_starts.bin` (int64 [R + 1]).
+    The folder has `values.bin`, `keys.bin`, `unpooled.bin` or `flags.bin` if parts have it, `offsets.bin` (int64
+    [T + 1]) and `row_starts.bin` (int64 [R + 1]).
     """
     path.mkdir()
-    for name in ("values.bin", "keys.bin", *([UNPOOLED] if (directory / names[0] / UNPOOLED).exists() else [])):
+    flags = (name for name in (UNPOOLED, FLAGS) if (directory / names[0] / name).exists())
+    for name in ("values.bin", "keys.bin", *flags):
         concatenate_files((directory / part / name for part in names), path / name)
     _write_sums(path / "offsets.bin", (map_array(directory / part / "lengths.bin", np.int32) for part in names))
     positives, negatives = rows.num_positives, rows.num_negatives
@@ -229,7 +241,9 @@ class TokenStore:
             negatives.
         keys: int64 [T], hashes of the texts without prompts, of queries with the instruction of their row.
         values: the tokens of all texts, uint16 or int32.
-        unpooled: int32 [T], how many of the first tokens of each text are not pooled; None: all are pooled.
+        unpooled: int32 [T], how many of the first tokens of each text are not pooled; None: all are pooled, or `flags`
+            say it.
+        flags: uint8, of each token; None without pictures.
     """
 
     offsets: NDArray[np.int64]
@@ -237,6 +251,7 @@ class TokenStore:
     keys: NDArray[np.int64]
     values: NDArray[Any]
     unpooled: NDArray[np.int32] | None = None
+    flags: NDArray[np.uint8] | None = None
     cached: bool = False  # whether all tokens were in the cache
 
     def lengths(self, texts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -248,6 +263,8 @@ class TokenStore:
         """The tokens of these texts, int64 [N], as `Layout.tokenize` gave them."""
         lengths = self.lengths(texts)
         ids = gather_ranges(self.values, self.offsets[texts], lengths).astype(np.int32)
+        if self.flags is not None:
+            return Tokens(ids, gather_ranges(self.flags, self.offsets[texts], lengths), lengths)
         if self.unpooled is None:
             return Tokens.plain(ids, lengths)
         return Tokens.with_unpooled(ids, lengths, self.unpooled[texts])
@@ -331,10 +348,12 @@ class _CachedTokens:
                 map_array(joined / f"{name}.bin", np.int64) for name in ("offsets", "row_starts", "keys")
             )
             values = map_array(joined / "values.bin", value_type(self._tokenizer))
-            unpooled = map_array(joined / UNPOOLED, np.int32) if self._tokenizer.layout.caches_flags else None
+            names = flag_files(self._tokenizer.layout)
+            unpooled = map_array(joined / UNPOOLED, np.int32) if UNPOOLED in names else None
+            flags = map_array(joined / FLAGS, np.uint8) if FLAGS in names else None
         except OSError as error:
             raise DataError(
                 f"{self.directory}: cached tokens cannot be opened ({error.strerror or error}): start again, and let "
                 "nothing clean up this folder meanwhile"
             ) from error
-        return TokenStore(offsets, row_starts, keys, values, unpooled, cached)
+        return TokenStore(offsets, row_starts, keys, values, unpooled, flags, cached)

@@ -1,0 +1,377 @@
+"""Where pictures are, what the header of a file says about one, and its pixels.
+
+A picture is known by the header of its file: size, orientation, format. Its pixels are read when a chunk needs them,
+by the threads that prepare batches, and are never stored.
+"""
+
+import errno
+import hashlib
+import importlib
+import io
+import os
+import re
+import stat
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedtrain.data.cache.cache import map_array, write_array
+from embedtrain.data.images.item import Picture
+from embedtrain.errors import ConfigError, DataError
+from embedtrain.utils.files import reading
+from embedtrain.utils.formatting import format_bytes, format_count, install_command, one_line, printable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Pixels of a picture: above the first number Pillow warns of a decompression bomb, above the second it opens no file.
+DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS = 89_478_485, 178_956_970
+MAX_FILE_BYTES = 1 << 30
+# Formats whose header has the size. Pillow reads more, some by starting programs (EPS) or without any check.
+_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF")
+_PLUGINS = ("Jpeg", "Mpo", "Png", "WebP", "Gif", "Tiff", "Bmp", "Ppm", "Jpeg2K", "Avif")
+_WIDE_GREYS = ("I;16", "I;16B", "I;16L", "I;16N")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "La", "CMYK", "YCbCr", *_WIDE_GREYS)
+_ORIENTATION = 0x0112  # of EXIF and TIFF
+# How the content of files that are no picture begins, without white space before it, and what they are.
+_OTHER_CONTENT = (
+    (rb"(<\?xml[^>]*>\s*)?(<!--.*?-->\s*|<!DOCTYPE svg[^>]*>\s*)*<svg\b", "a drawing (SVG): render it as PNG"),
+    (rb"%PDF-", "a PDF document: render its pages as PNG"),
+    (rb"<!doctype html|<html\b", "a web page (HTML), which servers send instead of a picture that they do not have"),
+    (rb"version https://git-lfs", "a pointer of Git LFS: download the file with git lfs pull"),
+    (rb"....ftyp(heic|heix|mif1)", "a HEIC picture: convert it to JPEG or PNG"),
+)
+# Errors of opening a file that are of its name or its rights; others are of a disk.
+_MISSING = {errno.ENOENT, errno.ENOTDIR}
+_OWN_ERRORS = {errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+class BadPicture(DataError):
+    """A file that is no picture, or not one that can be used. The message says why, and names no file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the bytes of a picture are: a file, or a range of bytes in one, such as a member of a tar file."""
+
+    file: str
+    offset: int = 0
+    length: int | None = None  # None: to the end of the file
+
+    def __str__(self) -> str:
+        """For messages, on one line."""
+        if self.offset == 0 and self.length is None:
+            return printable(self.file)
+        end = "the end" if self.length is None else f"{self.offset + self.length:,}"
+        return f"{printable(self.file)}, bytes {self.offset:,} to {end}"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is known of a picture before its pixels are read.
+
+    Attributes:
+        format: Pillow's name: JPEG, PNG, ...
+        frames: 1, or more in an animation or a file of several pages, of which the first is used.
+    """
+
+    picture: Picture
+    format: str
+    frames: int
+
+
+def read_picture(place: Place, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture:
+    """The picture at a place; raises as `read_header`."""
+    return read_header(place, max_pixels=max_pixels).picture
+
+
+def read_header(place: Place, *, max_pixels: int = DEFAULT_MAX_PIXELS, key_of_place: bool = False) -> Header:
+    """Read the header of a picture and hash its bytes, without decoding a pixel; callable from any thread.
+
+    The size is that after the orientation of EXIF, which counts in JPEG, WebP, TIFF and AVIF, and in PNG where it
+    stands before the pixels. Pillow would decode a whole PNG to look for it behind them.
+
+    Args:
+        max_pixels: width times height above which a picture is refused, at most LARGEST_MAX_PIXELS.
+        key_of_place: the key is that of the place, not of the bytes. Then copies of a picture are different pictures.
+
+    Raises:
+        BadPicture: the file is missing, no picture, damaged in its header, too large, or has no grey levels or colours
+            that are defined.
+        UnreadableError: the disk fails.
+    """
+    data = _read(place)
+    image = _open(data)
+    width, height = _upright_size(image)
+    if width < 1 or height < 1:
+        raise BadPicture(f"it has no pixels: {width} x {height}")
+    if width * height > max_pixels:
+        raise BadPicture(f"it has {width} x {height} = {width * height:,} pixels, more than the {max_pixels:,} allowed")
+    if image.mode not in _MODES:
+        raise BadPicture(f"its pixels (Pillow's mode {image.mode}) have no defined range of grey levels or colours")
+    key = place_key(place) if key_of_place else content_key(data)
+    return Header(Picture(key, width, height), str(image.format), _num_frames(image))
+
+
+def content_key(data: bytes) -> int:
+    """The key of a picture: of its file's bytes, 63 bits, as `text_key` computes it of a text."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
+
+
+def place_key(place: Place) -> int:
+    """The key of a picture whose bytes are not hashed."""
+    return content_key(b"%d %s %s" % (place.offset, str(place.length).encode(), os.fsencode(place.file)))
+
+
+def decode_picture(place: Place, picture: Picture) -> "Image":
+    """The pixels of a picture: RGB, upright, on white where it is transparent, the first frame.
+
+    Greys of 16 bits keep their upper 8; Pillow alone makes everything above 255 white. Callable from any thread.
+
+    Raises:
+        DataError: names the file if it is missing, damaged, or not the one that `picture` was read from.
+        UnreadableError: the disk fails.
+    """
+    try:
+        data = _read(place)
+        if picture.key not in (content_key(data), place_key(place)):
+            raise BadPicture("it has changed since the data was prepared: prepare the data again")
+        image = _open(data)
+        if _upright_size(image) != (picture.width, picture.height):
+            width, height = _upright_size(image)
+            was = f"{picture.width} x {picture.height}"
+            raise BadPicture(f"it is {width} x {height}, but was {was}: prepare the data again")
+        turn = _orientation(image)  # before the pixels are read, which may find a second one behind them
+        try:
+            image.load()
+        except MemoryError:
+            raise
+        except Exception as error:  # damaged pixels may raise anything
+            raise BadPicture(f"its pixels cannot be decoded ({one_line(error)}): replace the file") from None
+    except BadPicture as error:
+        raise DataError(f"{place}: {error}") from None
+    return _turned(_rgb(image), turn)
+
+
+class PictureTable:
+    """The places of pictures by their keys, memory-mapped: 24 bytes a picture, beside the names of files.
+
+    A folder has `keys.bin`, int64 [N], sorted; `places.bin`, [N] of file number, length (0: to the end of the file) and
+    offset; `names.bin`, the names of all files; and `name_ends.bin`, int64 [files], where they end.
+    """
+
+    _PLACE = np.dtype([("file", "<u4"), ("length", "<u4"), ("offset", "<i8")])
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            self._keys = map_array(directory / "keys.bin", np.int64)
+            self._places = map_array(directory / "places.bin", self._PLACE)
+            self._names = map_array(directory / "names.bin", np.uint8)
+            self._name_ends = map_array(directory / "name_ends.bin", np.int64)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{directory}: the places of pictures cannot be opened: {one_line(error)}") from None
+
+    @classmethod
+    def write(cls, directory: Path, places: Mapping[int, Place]) -> None:
+        """Write a table into an existing folder."""
+        keys = np.sort(np.fromiter(places, dtype=np.int64, count=len(places)))
+        rows: NDArray[Any] = np.empty(len(keys), dtype=cls._PLACE)
+        numbers: dict[str, int] = {}
+        for row, key in enumerate(keys.tolist()):
+            place = places[key]
+            rows[row] = (numbers.setdefault(place.file, len(numbers)), place.length or 0, place.offset)
+        names = [os.fsencode(name) for name in numbers]
+        write_array(directory / "keys.bin", keys)
+        write_array(directory / "places.bin", rows.view(np.uint8))
+        write_array(directory / "names.bin", np.frombuffer(b"".join(names), dtype=np.uint8))
+        write_array(directory / "name_ends.bin", np.cumsum([len(name) for name in names], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def get(self, key: int) -> Place | None:
+        """The place of a picture, or None."""
+        row = int(self._keys.searchsorted(key))
+        if row == len(self._keys) or self._keys[row] != key:
+            return None
+        file, length, offset = self._places[row].item()
+        start = int(self._name_ends[file - 1]) if file else 0
+        name = os.fsdecode(self._names[start : int(self._name_ends[file])].tobytes())
+        return Place(name, offset, length or None)
+
+
+class KnownPictures:
+    """The places of all pictures that this process has read: readers add to it, decoding asks it."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, Place] = {}
+        self._tables: dict[Path, PictureTable] = {}
+        self._lock = threading.Lock()
+
+    def add(self, picture: Picture, place: Place) -> None:
+        """Remember a picture. Of equal pictures in several files the last is read."""
+        self._places[picture.key] = place
+
+    def add_table(self, directory: Path) -> None:
+        """Open the table of a folder, once."""
+        with self._lock:
+            if directory not in self._tables:
+                # Replaced, not changed: `place` may be going through it.
+                self._tables = {directory: PictureTable(directory), **self._tables}
+
+    def place(self, picture: Picture) -> Place:
+        """Where a picture is; DataError if this process has read no file with it."""
+        if (place := self._places.get(picture.key)) is not None:
+            return place
+        for table in self._tables.values():
+            if (place := table.get(picture.key)) is not None:
+                return place
+        size = f"{picture.width}x{picture.height}"
+        raise DataError(f"picture {picture.key:016x} ({size}) is in no file that this command has read")
+
+
+PICTURES = KnownPictures()
+
+
+@cache
+def image_identity() -> str:
+    """The versions that pixels depend on: Pillow and the libraries that it decodes with."""
+    pillow()
+    features = importlib.import_module("PIL.features")
+    names = ("libjpeg_turbo", "jpg", "zlib_ng", "zlib", "webp", "libtiff", "jpg_2000", "avif")
+    versions = {name: features.version(name) for name in names}
+    found = (f"{name} {version}" for name, version in versions.items() if version)
+    return ", ".join([f"Pillow {importlib.import_module('PIL').__version__}", *found])
+
+
+@cache
+def pillow() -> Any:
+    """The module PIL.Image, with the formats that are read; ConfigError if Pillow is not installed."""
+    try:
+        module = importlib.import_module("PIL.Image")
+    except ImportError:
+        raise ConfigError(f"images need Pillow: {install_command('images')}") from None
+    # Imported here, once: `Image.open` would import all plugins, which several threads may not begin together.
+    for name in _PLUGINS:
+        try:
+            importlib.import_module(f"PIL.{name}ImagePlugin")
+        except ImportError:  # Pillow 11.0 to 11.2 has no AVIF
+            continue
+    # Of large pictures and damaged metadata, which are either errors here or do not matter.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    return module
+
+
+def _read(place: Place) -> bytes:
+    """The bytes at a place, of a regular file."""
+    try:
+        with reading(Path(place.file)):
+            data, length = _read_range(place)
+    except ValueError as error:  # a null character in the name
+        raise BadPicture(f"it cannot be read: {one_line(error)}") from None
+    if len(data) < length:
+        raise BadPicture(f"the file ends {format_count(length - len(data), 'byte')} before it does")
+    if not data:
+        raise BadPicture("it is empty")
+    return data
+
+
+def _read_range(place: Place) -> tuple[bytes, int]:
+    """The bytes at a place, and how many there should be."""
+    try:
+        status = os.stat(place.file)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadPicture("it is no file, but a folder or a device")
+        length = max(status.st_size - place.offset, 0) if place.length is None else place.length
+        if length > MAX_FILE_BYTES:
+            raise BadPicture(f"it has {format_bytes(length)}, more than {format_bytes(MAX_FILE_BYTES)}")
+        with open(place.file, "rb") as file:
+            file.seek(place.offset)
+            return file.read(length), length
+    except OSError as error:
+        if error.errno in _MISSING:
+            raise BadPicture("it does not exist") from None
+        if error.errno in _OWN_ERRORS:
+            raise BadPicture(f"it cannot be read: {error.strerror}") from None
+        raise
+
+
+def _open(data: bytes) -> "Image":
+    """The picture of some bytes, of which only the header is read."""
+    module = pillow()
+    try:
+        image: Image = module.open(io.BytesIO(data), formats=[name for name in _FORMATS if name in module.OPEN])
+    except module.UnidentifiedImageError:
+        raise BadPicture(_what_else(data)) from None
+    except module.DecompressionBombError as error:
+        raise BadPicture(f"it is too large for Pillow: {one_line(error)}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged header may raise anything
+        raise BadPicture(f"its header is damaged: {one_line(error)}") from None
+    return image
+
+
+def _what_else(data: bytes) -> str:
+    start = data[:4096].lstrip(b"\xef\xbb\xbf \t\r\n")
+    for pattern, name in _OTHER_CONTENT:
+        if re.match(pattern, start, re.IGNORECASE | re.DOTALL):
+            return f"it is {name}"
+    return "it is no picture that Pillow can read, or its header is damaged"
+
+
+def _orientation(image: "Image") -> int:
+    """How the stored pixels are turned, 1 to 8 as in EXIF; 1 is upright, and where it cannot be read.
+
+    Of a PNG, only what has been read: what stands before the pixels.
+    """
+    if image.format == "TIFF":  # Pillow turns its pixels itself
+        return 1
+    try:
+        # The method of the base class: that of PNG decodes the pixels.
+        value = pillow().Image.getexif(image).get(_ORIENTATION)
+    except Exception:  # damaged metadata, which viewers ignore as well
+        return 1
+    return value if value in range(2, 9) else 1
+
+
+def _upright_size(image: "Image") -> tuple[int, int]:
+    width, height = image.size
+    return (height, width) if _orientation(image) >= 5 else (width, height)
+
+
+def _num_frames(image: "Image") -> int:
+    try:
+        return max(1, int(getattr(image, "n_frames", 1)))
+    except Exception:  # frames after the first may be damaged
+        return 1
+
+
+def _rgb(image: "Image") -> "Image":
+    """A decoded picture in RGB, composited on white as the image processors of transformers do."""
+    module = pillow()
+    if image.mode in _WIDE_GREYS:
+        image = module.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
+        colours = image.convert("RGBA")
+        white = module.new("RGBA", image.size, (255, 255, 255, 255))
+        image = module.alpha_composite(white, colours)
+    return image.convert("RGB")
+
+
+def _turned(image: "Image", orientation: int) -> "Image":
+    if orientation == 1:
+        return image
+    turns = pillow().Transpose
+    methods = (
+        turns.FLIP_LEFT_RIGHT, turns.ROTATE_180, turns.FLIP_TOP_BOTTOM, turns.TRANSPOSE, turns.ROTATE_270,
+        turns.TRANSVERSE, turns.ROTATE_90,
+    )  # fmt: skip
+    return image.transpose(methods[orientation - 2])

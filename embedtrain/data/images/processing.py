@@ -1,0 +1,664 @@
+"""From a picture's size to its length, and from its pixels to what a vision tower reads.
+
+The settings are those of a model directory's `preprocessor_config.json` or `processor_config.json`; the results are
+those of transformers' image processors with Pillow (5.17 to 5.23), for RGB pictures. The host only resizes, and passes
+on bytes: normalising happens on the device, with a quarter of the bytes of float32 or an eighth where each patch is
+repeated, as in Qwen-VL.
+"""
+
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embedtrain.data.images.files import LARGEST_MAX_PIXELS, BadPicture
+from embedtrain.errors import ModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SETTINGS_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
+_MAX_BYTES = 1 << 20  # of a file of settings; those of the Hub have a thousand
+_MAX_SIDE = 1 << 14  # of what a tower reads, so that settings cannot ask for any memory
+_MAX_AREA, _MAX_PATCHES = 1 << 26, 1 << 16
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3  # Pillow's numbers
+
+_Channels: TypeAlias = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageProcessing(ABC):
+    """What a model directory says about pictures. Callable from any thread.
+
+    Sizes are in pixels, width before height as in Pillow; shapes of tensors have the height first.
+
+    Attributes:
+        resample: number of Pillow's filter for resizing.
+        scale: what a value of 0 to 255 is multiplied with.
+        mean, std: of each channel, subtracted and divided by after that.
+        patch_size: side of a patch of the vision tower.
+    """
+
+    resample: int
+    scale: float
+    mean: _Channels
+    std: _Channels
+    patch_size: int
+
+    @abstractmethod
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of patches; of tiles where a picture is cut into tiles."""
+
+    @abstractmethod
+    def pixel_shape(self, width: int, height: int) -> tuple[int, ...]:
+        """The shape of `pixels`, from the size of a picture alone."""
+
+    @abstractmethod
+    def pixels(self, image: "Image", width: int, height: int) -> Tensor:
+        """The bytes of an RGB picture that go to the device: uint8, of shape `pixel_shape(width, height)`."""
+
+    def num_patches(self, width: int, height: int) -> int:
+        """Patches that the vision tower reads, without a class token."""
+        rows, columns = self.grid(width, height)
+        return rows * columns
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Rows that a picture has in the language model, without the markup around tiles.
+
+        As many as patches in models without one.
+        """
+        return self.num_patches(width, height)
+
+    def check(self, width: int, height: int) -> None:  # noqa: B027 - most families read any picture
+        """Raise BadPicture if the model cannot read a picture of this size."""
+
+    def normalised(self, pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What the tower reads of bytes: uint8 [..., 3, H, W] to floats of the same shape, on the same device.
+
+        On a CPU equal to the processors bit for bit in float32. `dtype` is that of the result; numbers are computed in
+        float32.
+        """
+        values = pixels.to(torch.float32)
+        divisor = 1 / self.scale
+        if math.isclose(divisor, round(divisor), rel_tol=1e-9):
+            # The nearest float32, as the processors compute it in float64. A product with 1 / 255 is not.
+            values.div_(round(divisor))
+        else:
+            values.mul_(self.scale)
+        # With plain numbers: a tensor of three would be copied to the device first.
+        if len(set(self.mean)) == len(set(self.std)) == 1:
+            values.sub_(self.mean[0]).div_(self.std[0])
+        else:
+            for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
+                values[..., channel, :, :].sub_(mean).div_(std)
+        return values.to(dtype)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the settings that change pixels or lengths."""
+        text = json.dumps({"family": type(self).__name__} | asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _resized(self, image: "Image", width: int, height: int) -> "Image":
+        return image.resize((width, height), resample=self.resample)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedSize(ImageProcessing):
+    """Pictures of one size: CLIP, SigLIP, PaliGemma, ViT, DINOv2.
+
+    `pixels` are uint8 [3, H, W].
+
+    Attributes:
+        size: `height` and `width`; or `shortest_edge`, with `longest_edge` or without, then `crop` decides the size;
+            empty if pictures are cropped alone.
+        crop: height and width of what is cut from the centre, with black where the picture is smaller; None: nothing.
+    """
+
+    size: Mapping[str, int]
+    crop: tuple[int, int] | None = None
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of patches, the same for every picture."""
+        _, rows, columns = self.pixel_shape(width, height)
+        return rows // self.patch_size, columns // self.patch_size
+
+    def pixel_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """3, and height and width, the same for every picture."""
+        return 3, *(self.crop or (self.size["height"], self.size["width"]))
+
+    def check(self, width: int, height: int) -> None:
+        """Raise BadPicture if a narrow picture would be huge before it is cropped."""
+        columns, rows = self._size_before_crop(width, height)
+        if columns * rows > LARGEST_MAX_PIXELS:
+            raise BadPicture(
+                f"it is too narrow: {width} x {height} pixels become {columns} x {rows} before they are cropped"
+            )
+
+    def pixels(self, image: "Image", width: int, height: int) -> Tensor:
+        """The resized and cropped picture, uint8 [3, H, W]."""
+        image = self._resized(image, *self._size_before_crop(width, height))
+        if self.crop is not None:
+            rows, columns = self.crop
+            # Rounded down also below 0: the odd line of black is where the processors put it.
+            left, top = (image.width - columns) // 2, (image.height - rows) // 2
+            image = image.crop((left, top, left + columns, top + rows))
+        return _channels_first(np.asarray(image))
+
+    def _size_before_crop(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after resizing (`get_resize_output_image_size`, `get_size_with_aspect_ratio`)."""
+        if not self.size:
+            return width, height
+        if (target := self.size.get("shortest_edge")) is None:
+            return self.size["width"], self.size["height"]
+        short, long = min(width, height), max(width, height)
+        exact: float = target
+        if (limit := self.size.get("longest_edge")) is not None:
+            if long / short * target > limit:
+                exact = limit * short / long
+                target = round(exact)
+            if short == target:
+                return width, height
+        longer = int(exact * long / short)
+        return (target, longer) if width <= height else (longer, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaFlex(ImageProcessing):
+    """Pictures of any size, whose sides are scaled alike to at most `max_patches` patches: NaFlex of SigLIP 2.
+
+    `pixels` are patches, row by row: uint8 [patches, 3, patch_size, patch_size]. Those of several pictures are
+    concatenated before `patches`.
+    """
+
+    max_patches: int
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of patches (`get_image_size_for_max_num_patches`)."""
+        return _naflex_grid(width, height, self.patch_size, self.max_patches)
+
+    def pixel_shape(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Patches, 3, and the sides of a patch."""
+        return self.num_patches(width, height), 3, self.patch_size, self.patch_size
+
+    def pixels(self, image: "Image", width: int, height: int) -> Tensor:
+        """The patches of the resized picture, uint8 [patches, 3, patch_size, patch_size]."""
+        (rows, columns), side = self.grid(width, height), self.patch_size
+        values = np.asarray(self._resized(image, columns * side, rows * side))
+        patches = values.reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)
+        return torch.from_numpy(np.ascontiguousarray(patches).reshape(-1, 3, side, side))
+
+    def patches(self, pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What the tower reads of patches: float [patches, patch_size^2 * 3], the channels of a pixel side by side."""
+        return self.normalised(pixels, dtype).permute(0, 2, 3, 1).flatten(1)
+
+
+@lru_cache(1 << 16)  # a bisection of 24 steps takes 30 microseconds
+def _naflex_grid(width: int, height: int, side: int, max_patches: int) -> tuple[int, int]:
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        scale = (low + high) / 2
+        rows, columns = (max(1, math.ceil(length * scale / side)) for length in (height, width))
+        if rows * columns <= max_patches:
+            low = scale
+        else:
+            high = scale
+    rows, columns = (max(1, math.ceil(length * low / side)) for length in (height, width))
+    return rows, columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenPatches(ImageProcessing):
+    """Pictures of about their own size, within two areas: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, ColQwen.
+
+    `pixels` are patches, uint8 [patches, 3, patch_size, patch_size], in the order of the merger: those of a token
+    one after the other, tokens row by row. Those of several pictures are concatenated before `patches`.
+
+    Attributes:
+        merge_size: patches along a side of a token.
+        temporal_size: how often a patch is repeated, as the frames of a video would be.
+        min_area, max_area: pixels of the resized picture; `shortest_edge` and `longest_edge` of `size`, in spite of
+            their names.
+    """
+
+    merge_size: int
+    temporal_size: int
+    min_area: int
+    max_area: int
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of patches, multiples of `merge_size` (`smart_resize`)."""
+        side = self.patch_size * self.merge_size
+        rows, columns = round(height / side), round(width / side)
+        if rows * columns * side * side > self.max_area:
+            shrink = math.sqrt((height * width) / self.max_area)
+            rows, columns = (max(1, math.floor(length / shrink / side)) for length in (height, width))
+        elif rows * columns * side * side < self.min_area:
+            growth = math.sqrt(self.min_area / (height * width))
+            rows, columns = (math.ceil(length * growth / side) for length in (height, width))
+        return rows * self.merge_size, columns * self.merge_size
+
+    def pixel_shape(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Patches, 3, and the sides of a patch."""
+        return self.num_patches(width, height), 3, self.patch_size, self.patch_size
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Rows in the language model: one for `merge_size`^2 patches."""
+        return self.num_patches(width, height) // self.merge_size**2
+
+    def check(self, width: int, height: int) -> None:
+        """Raise BadPicture if one side is more than 200 times the other."""
+        if max(width, height) / min(width, height) > 200:
+            raise BadPicture(f"it has {width} x {height} pixels: Qwen-VL reads no side above 200 times the other")
+
+    def pixels(self, image: "Image", width: int, height: int) -> Tensor:
+        """The patches of the resized picture, uint8 [patches, 3, patch_size, patch_size]."""
+        (rows, columns), side, merge = self.grid(width, height), self.patch_size, self.merge_size
+        values = np.asarray(self._resized(image, columns * side, rows * side))
+        tokens = values.reshape(rows // merge, merge, side, columns // merge, merge, side, 3)
+        patches = tokens.transpose(0, 3, 1, 4, 6, 2, 5)
+        return torch.from_numpy(np.ascontiguousarray(patches).reshape(-1, 3, side, side))
+
+    def patches(self, pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What the tower reads of patches: float [patches, 3 * temporal_size * patch_size^2]."""
+        values = self.normalised(pixels, dtype)
+        return values.unsqueeze(2).expand(-1, -1, self.temporal_size, -1, -1).flatten(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles(ImageProcessing):
+    """Pictures in square tiles, row by row, and the whole of it as a last one: Idefics3, SmolVLM, ModernVBERT.
+
+    `pixels` are uint8 [tiles, 3, tile, tile].
+
+    Attributes:
+        size: `longest_edge`, or `height` and `width`, that a picture is resized to first.
+        tile: side of a tile.
+        splits: whether pictures are cut into tiles; if not, each is one.
+        shuffle: patches along a side of a token.
+    """
+
+    size: Mapping[str, int]
+    tile: int
+    splits: bool
+    shuffle: int
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles, without the last one; 0 and 0 if the picture is one tile."""
+        _, (columns, rows) = self._sizes(width, height)
+        return (0, 0) if columns == rows == self.tile else (rows // self.tile, columns // self.tile)
+
+    def num_tiles(self, width: int, height: int) -> int:
+        """Tiles, with that of the whole picture."""
+        rows, columns = self.grid(width, height)
+        return rows * columns + 1
+
+    def pixel_shape(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Tiles, 3, and the sides of a tile."""
+        return self.num_tiles(width, height), 3, self.tile, self.tile
+
+    def num_patches(self, width: int, height: int) -> int:
+        """Patches that the vision tower reads, of all tiles."""
+        return self.num_tiles(width, height) * (self.tile // self.patch_size) ** 2
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Rows in the language model: one for `shuffle`^2 patches. The markup between tiles is not counted."""
+        return self.num_patches(width, height) // self.shuffle**2
+
+    def check(self, width: int, height: int) -> None:
+        """Raise BadPicture if a picture is so narrow that a side of it is lost."""
+        _, (columns, rows) = self._sizes(width, height)
+        if not columns or not rows:
+            raise BadPicture(f"it is too narrow: {width} x {height} pixels")
+
+    def pixels(self, image: "Image", width: int, height: int) -> Tensor:
+        """The tiles of the resized picture and the picture itself, uint8 [tiles, 3, tile, tile]."""
+        first, second = self._sizes(width, height)
+        image, side = self._resized(self._resized(image, *first), *second), self.tile
+        rows, columns = self.grid(width, height)
+        tiles: list[Image] = []
+        for row in range(rows):
+            tiles += [
+                image.crop((column * side, row * side, (column + 1) * side, (row + 1) * side))
+                for column in range(columns)
+            ]
+        tiles.append(self._resized(image, side, side) if tiles else image)
+        return torch.stack([_channels_first(np.asarray(tile)) for tile in tiles])
+
+    def _sizes(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Width and height after each of two resizes (`get_resize_output_image_size`, `resize_for_vision_encoder`)."""
+        if (longest := self.size.get("longest_edge")) is not None:
+            width, height = _along_longer(width, height, lambda _: longest, lambda side: side + side % 2)
+            width, height = max(width, 1), max(height, 1)
+            if max(width, height) > _LARGEST_TILED:
+                width, height = _along_longer(width, height, lambda _: _LARGEST_TILED, lambda side: side)
+                width, height = max(width, 1), max(height, 1)
+        else:
+            width, height = self.size["width"], self.size["height"]
+        if not self.splits:
+            return (width, height), (self.tile, self.tile)
+
+        def whole_tiles(side: int) -> int:
+            return math.ceil(side / self.tile) * self.tile
+
+        return (width, height), _along_longer(width, height, whole_tiles, whole_tiles)
+
+
+_LARGEST_TILED = 4096  # MAX_IMAGE_SIZE of the processors
+
+
+def _along_longer(
+    width: int, height: int, of_longer: Callable[[int], int], of_shorter: Callable[[int], int]
+) -> tuple[int, int]:
+    """Width and height with another longer side, and the other side in proportion, rounded by `of_shorter`."""
+    ratio = width / height
+    if width >= height:
+        width = of_longer(width)
+        return width, of_shorter(int(width / ratio))
+    height = of_longer(height)
+    return of_shorter(int(height * ratio)), height
+
+
+def _channels_first(values: NDArray[np.uint8]) -> Tensor:
+    """Bytes [H, W, 3] as a tensor [3, H, W] of its own memory."""
+    return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1)))
+
+
+class _Settings:
+    """Settings of a file, on top of the defaults of their processor's class; reads and checks one at a time."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._path = path
+        # null in a file stands for the default, as in the processors.
+        self._values = {**defaults, **{name: value for name, value in values.items() if value is not None}}
+
+    def error(self, name: str, expected: str) -> ModelError:
+        value = self._values.get(name)
+        return ModelError(f"{self._path}: {name}={value!r} should be {expected}")
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def require(self, name: str, value: Any) -> None:
+        """Raise ModelError for another value of a setting than the model works with."""
+        if self._values.get(name) != value:
+            raise self.error(name, json.dumps(value))
+
+    def flag(self, name: str) -> bool:
+        value = self._values.get(name, False)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def number(self, name: str, low: int, high: int) -> int:
+        value = self._values.get(name)
+        if not _is_int(value) or not low <= value <= high:
+            raise self.error(name, f"a whole number from {low} to {high:,}")
+        return int(value)
+
+    def size(self, name: str, *, square: bool, high: int = _MAX_SIDE) -> dict[str, int]:
+        """Sides by their names. One number is a square, or the shortest edge; two are height and width."""
+        value = self._values.get(name)
+        if _is_int(value):
+            value = {"height": value, "width": value} if square else {"shortest_edge": value}
+        elif isinstance(value, list | tuple) and len(value) == 2:
+            value = dict(zip(("height", "width"), value, strict=True))
+        if not isinstance(value, dict):
+            raise self.error(name, "a number, two numbers, or numbers by names such as height and width")
+        sides = {side: number for side, number in value.items() if number is not None}
+        if not all(_is_int(number) and 1 <= number <= high for number in sides.values()):
+            raise self.error(name, f"whole numbers from 1 to {high:,}")
+        return sides
+
+    def channels(self, name: str) -> _Channels:
+        value = self._values.get(name)
+        numbers = [value] * 3 if isinstance(value, int | float) else value
+        if not isinstance(numbers, list | tuple) or len(numbers) != 3 or not all(map(_is_finite, numbers)):
+            raise self.error(name, "three numbers")
+        return float(numbers[0]), float(numbers[1]), float(numbers[2])
+
+    def common(self, patch_size: int) -> dict[str, Any]:
+        """The fields of `ImageProcessing`."""
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+        if self.flag("do_normalize"):
+            mean, std = self.channels("image_mean"), self.channels("image_std")
+            if min(std) <= 0:
+                raise self.error("image_std", "three numbers above 0")
+        scale = 1.0
+        if self.flag("do_rescale"):
+            factor = self._values.get("rescale_factor", 1 / 255)
+            if not _is_finite(factor) or factor <= 0:
+                raise self.error("rescale_factor", "a number above 0")
+            scale = float(factor)
+        return {
+            "resample": self.number("resample", 0, 5),
+            "scale": scale,
+            "mean": mean,
+            "std": std,
+            "patch_size": patch_size,
+        }
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _fixed_size(settings: _Settings, config: Any, *, square: bool) -> FixedSize:
+    size = settings.size("size", square=square) if settings.flag("do_resize") else {}
+    crop = None
+    if settings.flag("do_center_crop"):
+        sides = settings.size("crop_size", square=True)
+        if set(sides) != {"height", "width"}:
+            raise settings.error("crop_size", "a height and a width")
+        crop = sides["height"], sides["width"]
+    names = set(size)
+    if names != {"height", "width"} and (crop is None or names not in _BEFORE_CROP):
+        raise settings.error("size", "a height and a width; or a shortest_edge where do_center_crop is true")
+    return FixedSize(**settings.common(_patch_size(config)), size=size, crop=crop)
+
+
+_BEFORE_CROP: tuple[set[str], ...] = (set(), {"shortest_edge"}, {"shortest_edge", "longest_edge"})
+
+
+def _squares(settings: _Settings, config: Any) -> ImageProcessing:
+    return _fixed_size(settings, config, square=True)
+
+
+def _edges(settings: _Settings, config: Any) -> ImageProcessing:
+    return _fixed_size(settings, config, square=False)
+
+
+def _naflex(settings: _Settings, config: Any) -> ImageProcessing:
+    settings.require("do_resize", True)
+    side = settings.number("patch_size", 1, 256)
+    settings.require("patch_size", _patch_size(config))
+    return NaFlex(**settings.common(side), max_patches=settings.number("max_num_patches", 1, _MAX_PATCHES))
+
+
+def _qwen(settings: _Settings, config: Any) -> ImageProcessing:
+    settings.require("do_resize", True)
+    vision = _vision(config)
+    for name, of_model in (
+        ("patch_size", "patch_size"),
+        ("merge_size", "spatial_merge_size"),
+        ("temporal_patch_size", "temporal_patch_size"),
+    ):
+        if (value := getattr(vision, of_model, None)) is not None:
+            settings.require(name, value)
+    areas = settings.size("size", square=False, high=_MAX_AREA)
+    for edge, older in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if settings.has(older):
+            areas[edge] = settings.number(older, 1, _MAX_AREA)
+        elif edge not in areas and older in areas:
+            areas[edge] = areas[older]
+    if not {"shortest_edge", "longest_edge"} <= set(areas):
+        raise settings.error("size", "areas in pixels, shortest_edge and longest_edge")
+    return QwenPatches(
+        **settings.common(settings.number("patch_size", 1, 256)),
+        merge_size=settings.number("merge_size", 1, 16),
+        temporal_size=settings.number("temporal_patch_size", 1, 16),
+        min_area=areas["shortest_edge"],
+        max_area=areas["longest_edge"],
+    )
+
+
+def _tiles(settings: _Settings, config: Any) -> ImageProcessing:
+    settings.require("do_resize", True)
+    size = settings.size("size", square=False)
+    if "longest_edge" in size:
+        size = {"longest_edge": size["longest_edge"]}
+    elif set(size) != {"height", "width"}:
+        raise settings.error("size", "a longest_edge, or a height and a width")
+    tile = settings.size("max_image_size", square=False)
+    if "longest_edge" not in tile:
+        raise settings.error("max_image_size", "a longest_edge")
+    shuffle = getattr(config, "scale_factor", None) or getattr(config, "pixel_shuffle_factor", None)
+    if not _is_int(shuffle):
+        raise settings.error("max_image_size", "of a model whose configuration has a scale_factor")
+    return Tiles(
+        **settings.common(_patch_size(config)),
+        size=size,
+        tile=tile["longest_edge"],
+        splits=settings.flag("do_image_splitting"),
+        shuffle=shuffle,
+    )
+
+
+def _patch_size(config: Any) -> int:
+    """Of the vision tower; 16 for a tower without patches, whose cost is counted as if it had them."""
+    value = getattr(_vision(config), "patch_size", None)
+    return value if _is_int(value) and value > 0 else 16
+
+
+def _vision(config: Any) -> Any:
+    """The configuration of the vision tower, which may be the whole model."""
+    return getattr(config, "vision_config", None) or config
+
+
+class _Family(NamedTuple):
+    """How the settings of a processor's class are read, and its defaults."""
+
+    read: Callable[[_Settings, Any], ImageProcessing]
+    defaults: dict[str, Any]
+
+
+def _family(
+    read: Callable[[_Settings, Any], ImageProcessing], *, resample: int, mean: _Channels, std: _Channels, **more: Any
+) -> _Family:
+    steps = {"do_resize": True, "do_rescale": True, "do_normalize": True}
+    return _Family(read, {**steps, "resample": resample, "image_mean": mean, "image_std": std, **more})
+
+
+_OPENAI: dict[str, Any] = {
+    "resample": _BICUBIC,
+    "mean": (0.48145466, 0.4578275, 0.40821073),
+    "std": (0.26862954, 0.26130258, 0.27577711),
+}
+_HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+_CLIP = _family(_edges, **_OPENAI, size={"shortest_edge": 224}, do_center_crop=True, crop_size=224)
+_TILED = _family(
+    _tiles,
+    **_HALF,
+    resample=_LANCZOS,
+    size={"longest_edge": 4 * 364},
+    max_image_size={"longest_edge": 364},
+    do_image_splitting=True,
+)
+_FAMILIES = {
+    "BitImageProcessor": _CLIP,
+    "BlipImageProcessor": _family(_squares, **_OPENAI, size=384),
+    "CLIPImageProcessor": _CLIP,
+    "ChineseCLIPImageProcessor": _CLIP,
+    "DeiTImageProcessor": _family(_squares, **_HALF, resample=_BICUBIC, size=256, do_center_crop=True, crop_size=224),
+    "Idefics3ImageProcessor": _TILED,
+    "Qwen2VLImageProcessor": _family(
+        _qwen,
+        **_OPENAI,
+        size={"shortest_edge": 56**2, "longest_edge": 28**2 * 1280},
+        patch_size=14,
+        merge_size=2,
+        temporal_patch_size=2,
+    ),
+    "Siglip2ImageProcessor": _family(_naflex, **_HALF, resample=_BILINEAR, patch_size=16, max_num_patches=256),
+    "SiglipImageProcessor": _family(_edges, **_HALF, resample=_BICUBIC, size={"height": 224, "width": 224}),
+    "SmolVLMImageProcessor": _TILED,
+    "ViTImageProcessor": _family(_squares, **_HALF, resample=_BILINEAR, size=224),
+}
+# Types of models whose older directories name no processor.
+_OF_MODELS = {
+    "clip": "CLIPImageProcessor",
+    "clip_vision_model": "CLIPImageProcessor",
+    "chinese_clip": "ChineseCLIPImageProcessor",
+    "qwen2_vl": "Qwen2VLImageProcessor",
+    "siglip": "SiglipImageProcessor",
+    "siglip_vision_model": "SiglipImageProcessor",
+    "paligemma": "SiglipImageProcessor",
+    "vit": "ViTImageProcessor",
+    "deit": "DeiTImageProcessor",
+    "dinov2": "BitImageProcessor",
+}
+
+
+def read_processing(directory: Path, config: Any) -> ImageProcessing:
+    """The image processing of a model directory.
+
+    Args:
+        directory: has `processor_config.json` with `image_processor`, or else `preprocessor_config.json`.
+        config: the model's configuration (transformers), which has the patch size and names older processors.
+
+    Raises:
+        ModelError: the directory names no processor that is known here, or has settings that cannot work.
+    """
+    path, values = _settings_of(directory)
+    name = _processor_name(values, config)
+    if name not in _FAMILIES:
+        raise ModelError(f"{path}: the image processor {name} is not known: known are {', '.join(sorted(_FAMILIES))}")
+    family = _FAMILIES[name]
+    return family.read(_Settings(path, values, family.defaults), config)
+
+
+def _settings_of(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """The file and the settings that transformers reads: those in the processor's file come first."""
+    path = directory / PROCESSOR_FILE
+    if path.is_file() and isinstance(values := _read_json(path).get("image_processor"), dict):
+        return path, values
+    path = directory / SETTINGS_FILE
+    if not path.is_file():
+        raise ModelError(f"{path} is missing: the directory does not say how pictures are read")
+    return path, _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it should contain an object")
+    except (OSError, ValueError, RecursionError) as error:  # the last for deeply nested brackets
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    return content
+
+
+def _processor_name(values: Mapping[str, Any], config: Any) -> str:
+    """The name of the processor's class, without the ending of one of its backends."""
+    name = values.get("image_processor_type") or values.get("feature_extractor_type")
+    if name is None:
+        types = (getattr(part, "model_type", None) for part in (config, _vision(config)))
+        name = next((_OF_MODELS[kind] for kind in types if kind in _OF_MODELS), f"of {config.model_type}")
+    name = str(name).replace("FeatureExtractor", "ImageProcessor")
+    return name.removesuffix("Fast").removesuffix("Pil")

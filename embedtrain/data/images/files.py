@@ -4,6 +4,7 @@ A picture is known by the header of its file: size, orientation, format. Its pix
 by the threads that prepare batches, and are never stored.
 """
 
+import contextlib
 import errno
 import hashlib
 import importlib
@@ -13,11 +14,11 @@ import re
 import stat
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ MAX_FILE_BYTES = 1 << 30
 _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF")
 _PLUGINS = ("Jpeg", "Mpo", "Png", "WebP", "Gif", "Tiff", "Bmp", "Ppm", "Jpeg2K", "Avif")
 _WIDE_GREYS = ("I;16", "I;16B", "I;16L", "I;16N")
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "La", "CMYK", "YCbCr", *_WIDE_GREYS)
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *_WIDE_GREYS)
 _ORIENTATION = 0x0112  # of EXIF and TIFF
 # How the content of files that are no picture begins, without white space before it, and what they are.
 _OTHER_CONTENT = (
@@ -79,12 +80,12 @@ class Header:
 
     Attributes:
         format: Pillow's name: JPEG, PNG, ...
-        frames: 1, or more in an animation or a file of several pages, of which the first is used.
+        has_more_frames: whether it is an animation or has several pages, of which the first is used.
     """
 
     picture: Picture
     format: str
-    frames: int
+    has_more_frames: bool
 
 
 def read_picture(place: Place, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Picture:
@@ -100,15 +101,26 @@ def read_header(place: Place, *, max_pixels: int = DEFAULT_MAX_PIXELS, key_of_pl
 
     Args:
         max_pixels: width times height above which a picture is refused, at most LARGEST_MAX_PIXELS.
-        key_of_place: the key is that of the place, not of the bytes. Then copies of a picture are different pictures.
+        key_of_place: the key is that of the place, not of the bytes, of which only the first are read. Then copies of
+            a picture are different pictures, and a changed one is recognised by its size alone.
 
     Raises:
         BadPicture: the file is missing, no picture, damaged in its header, too large, or has no grey levels or colours
             that are defined.
         UnreadableError: the disk fails.
     """
-    data = _read(place)
-    image = _open(data)
+    if not key_of_place:
+        return header_of(_read(place), max_pixels=max_pixels)
+    with _opened(place) as (file, _):
+        return _header(_open(file), place_key(place), max_pixels)
+
+
+def header_of(data: bytes, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Header:
+    """The header of a picture whose file has these bytes; raises as `read_header`."""
+    return _header(_open(io.BytesIO(data)), content_key(data), max_pixels)
+
+
+def _header(image: "Image", key: int, max_pixels: int) -> Header:
     width, height = _upright_size(image)
     if width < 1 or height < 1:
         raise BadPicture(f"it has no pixels: {width} x {height}")
@@ -116,8 +128,7 @@ def read_header(place: Place, *, max_pixels: int = DEFAULT_MAX_PIXELS, key_of_pl
         raise BadPicture(f"it has {width} x {height} = {width * height:,} pixels, more than the {max_pixels:,} allowed")
     if image.mode not in _MODES:
         raise BadPicture(f"its pixels (Pillow's mode {image.mode}) have no defined range of grey levels or colours")
-    key = place_key(place) if key_of_place else content_key(data)
-    return Header(Picture(key, width, height), str(image.format), _num_frames(image))
+    return Header(Picture(key, width, height), str(image.format), _has_more_frames(image))
 
 
 def content_key(data: bytes) -> int:
@@ -141,9 +152,9 @@ def decode_picture(place: Place, picture: Picture) -> "Image":
     """
     try:
         data = _read(place)
-        if picture.key not in (content_key(data), place_key(place)):
+        if picture.key != place_key(place) and picture.key != content_key(data):
             raise BadPicture("it has changed since the data was prepared: prepare the data again")
-        image = _open(data)
+        image = _open(io.BytesIO(data))
         if _upright_size(image) != (picture.width, picture.height):
             width, height = _upright_size(image)
             was = f"{picture.width} x {picture.height}"
@@ -270,57 +281,84 @@ def pillow() -> Any:
 
 
 def _read(place: Place) -> bytes:
-    """The bytes at a place, of a regular file."""
-    try:
-        with reading(Path(place.file)):
-            data, length = _read_range(place)
-    except ValueError as error:  # a null character in the name
-        raise BadPicture(f"it cannot be read: {one_line(error)}") from None
+    """The bytes at a place."""
+    with _opened(place) as (file, length):
+        data = file.read(length)  # without the number, in steps of 8 KiB
     if len(data) < length:
         raise BadPicture(f"the file ends {format_count(length - len(data), 'byte')} before it does")
-    if not data:
-        raise BadPicture("it is empty")
     return data
 
 
-def _read_range(place: Place) -> tuple[bytes, int]:
-    """The bytes at a place, and how many there should be."""
-    try:
-        status = os.stat(place.file)
-        if not stat.S_ISREG(status.st_mode):
-            raise BadPicture("it is no file, but a folder or a device")
-        length = max(status.st_size - place.offset, 0) if place.length is None else place.length
+@contextlib.contextmanager
+def _opened(place: Place) -> Iterator[tuple[BinaryIO, int]]:
+    """A file that begins and ends with the bytes at a place, of a regular file, and how many these should be."""
+    with reading(Path(place.file)), contextlib.ExitStack() as stack:
+        try:
+            status = os.stat(place.file)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadPicture("it is no file, but a folder or a device")
+            whole = stack.enter_context(open(place.file, "rb", buffering=0))
+        except ValueError:
+            raise BadPicture("it cannot be read: its name has a null character") from None
+        except OSError as error:
+            if error.errno in _MISSING:
+                raise BadPicture("it does not exist") from None
+            if error.errno in _OWN_ERRORS:
+                raise BadPicture(f"it cannot be read: {error.strerror}") from None
+            raise
+        length = status.st_size - place.offset if place.length is None else place.length
+        if length <= 0:
+            raise BadPicture("it is empty")
         if length > MAX_FILE_BYTES:
             raise BadPicture(f"it has {format_bytes(length)}, more than {format_bytes(MAX_FILE_BYTES)}")
-        with open(place.file, "rb") as file:
-            file.seek(place.offset)
-            return file.read(length), length
-    except OSError as error:
-        if error.errno in _MISSING:
-            raise BadPicture("it does not exist") from None
-        if error.errno in _OWN_ERRORS:
-            raise BadPicture(f"it cannot be read: {error.strerror}") from None
-        raise
+        yield stack.enter_context(io.BufferedReader(_Range(whole, place.offset, length))), length
 
 
-def _open(data: bytes) -> "Image":
-    """The picture of some bytes, of which only the header is read."""
+class _Range(io.RawIOBase):
+    """A range of bytes of an open file, as a file."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._position)])
+        self._position += count
+        return count
+
+
+def _open(file: BinaryIO) -> "Image":
+    """The picture in a file, of which only the header is read."""
     module = pillow()
     try:
-        image: Image = module.open(io.BytesIO(data), formats=[name for name in _FORMATS if name in module.OPEN])
+        image: Image = module.open(file, formats=[name for name in _FORMATS if name in module.OPEN])
     except module.UnidentifiedImageError:
-        raise BadPicture(_what_else(data)) from None
+        file.seek(0)
+        raise BadPicture(_what_else(file.read(4096))) from None
     except module.DecompressionBombError as error:
         raise BadPicture(f"it is too large for Pillow: {one_line(error)}") from None
     except MemoryError:
         raise
     except Exception as error:  # a damaged header may raise anything
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
         raise BadPicture(f"its header is damaged: {one_line(error)}") from None
     return image
 
 
-def _what_else(data: bytes) -> str:
-    start = data[:4096].lstrip(b"\xef\xbb\xbf \t\r\n")
+def _what_else(start: bytes) -> str:
+    start = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     for pattern, name in _OTHER_CONTENT:
         if re.match(pattern, start, re.IGNORECASE | re.DOTALL):
             return f"it is {name}"
@@ -347,11 +385,11 @@ def _upright_size(image: "Image") -> tuple[int, int]:
     return (height, width) if _orientation(image) >= 5 else (width, height)
 
 
-def _num_frames(image: "Image") -> int:
+def _has_more_frames(image: "Image") -> bool:
     try:
-        return max(1, int(getattr(image, "n_frames", 1)))
+        return bool(getattr(image, "is_animated", False))  # not `n_frames`, which goes through the whole file
     except Exception:  # frames after the first may be damaged
-        return 1
+        return False
 
 
 def _rgb(image: "Image") -> "Image":
@@ -359,11 +397,10 @@ def _rgb(image: "Image") -> "Image":
     module = pillow()
     if image.mode in _WIDE_GREYS:
         image = module.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
-        colours = image.convert("RGBA")
+    elif "A" in image.getbands() or image.info.get("transparency") is not None:
         white = module.new("RGBA", image.size, (255, 255, 255, 255))
-        image = module.alpha_composite(white, colours)
-    return image.convert("RGB")
+        image = module.alpha_composite(white, image if image.mode == "RGBA" else image.convert("RGBA"))
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _turned(image: "Image", orientation: int) -> "Image":

@@ -1,5 +1,6 @@
 """Headers, pixels and places of pictures: files of every format, and files that are damaged, hostile or no picture."""
 
+import errno
 import io
 import os
 import struct
@@ -28,7 +29,7 @@ from embedtrain.data.images.files import (
 )
 from embedtrain.data.images.item import Picture
 from embedtrain.data.rows import text_key
-from embedtrain.errors import DataError
+from embedtrain.errors import DataError, UnreadableError
 
 Image = pytest.importorskip("PIL.Image")
 features = pytest.importorskip("PIL.features")
@@ -76,7 +77,7 @@ def test_formats(form: str, tmp_path: Path) -> None:
     place = saved(tmp_path, content)
     header = read_header(place)
     assert (header.picture.width, header.picture.height) == (60, 40)
-    assert (header.format, header.frames) == (form, 1)
+    assert (header.format, header.has_more_frames) == (form, False)
     assert header.picture.key == content_key(content) < 1 << 63
     expected = Image.open(io.BytesIO(content)).convert("RGB")
     assert np.array_equal(pixels(place), np.asarray(expected))
@@ -111,6 +112,61 @@ def test_a_range_of_a_file(tmp_path: Path) -> None:
         read_picture(Place(whole.file, 10**6))
     with pytest.raises(DataError, match=f"picture, bytes 100 to {100 + len(first):,}: "):
         decode_picture(place, Picture(5, 60, 40))
+
+
+def test_by_place_only_the_first_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of photographs and pages; hashing would read a hundred thousand of them from end to end."""
+    counted: list[int] = []
+    readinto = files._Range.readinto
+
+    def counting(self: Any, buffer: Any) -> int:
+        counted.append(readinto(self, buffer))
+        return counted[-1]
+
+    monkeypatch.setattr(files._Range, "readinto", counting)
+    large = Image.fromarray(RNG.integers(0, 256, (500, 700, 3), dtype=np.uint8))
+    for form in ("JPEG", "PNG", "BMP", "PPM", "JPEG2000"):
+        content = encoded(large, form)
+        start = saved(tmp_path, b"x" * 1000 + content)
+        place = Place(start.file, 1000, len(content))
+        counted.clear()
+        header = read_header(place, key_of_place=True)
+        assert sum(counted) < 40_000 < len(content)
+        assert header.picture == Picture(place_key(place), 700, 500)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_failing_disk_is_not_a_bad_picture(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row would be dropped for it, and is intact on the next start."""
+    place = saved(tmp_path, encoded(PHOTO, "PNG"))
+    picture = read_picture(place)
+
+    def fail(self: Any, buffer: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files._Range, "readinto", fail)
+    for call in (
+        lambda: read_picture(place),
+        lambda: read_header(place, key_of_place=True),
+        lambda: decode_picture(place, picture),
+    ):
+        with pytest.raises(UnreadableError, match="picture cannot be read"):
+            call()
+
+
+def test_headers_of_many_pages(tmp_path: Path) -> None:
+    """1,500 pages of 30 KiB in less than half a second of a CPU, with the hashes of their bytes."""
+    page = Image.fromarray(RNG.integers(0, 16, (300, 200), dtype=np.uint8))
+    content = encoded(page, "PNG")
+    assert 20_000 < len(content) < 40_000
+    places = [saved(tmp_path, content + number.to_bytes(2), f"{number}.png") for number in range(1500)]
+    read_picture(places[0])
+    spent = []
+    for _ in range(3):
+        start = time.process_time()
+        assert len({read_picture(place).key for place in places}) == 1500
+        spent.append(time.process_time() - start)
+    assert min(spent) < 0.5
 
 
 def png_chunks(content: bytes) -> list[tuple[bytes, bytes]]:
@@ -284,7 +340,7 @@ def test_the_first_frame_of_several(form: str, tmp_path: Path) -> None:
     first, second = (Image.fromarray(np.full((40, 60, 3), value, dtype=np.uint8)) for value in (10, 200))
     content = encoded(first, form, save_all=True, append_images=[second, first], **EXACT[form])
     place = saved(tmp_path, content)
-    assert read_header(place).frames == 3
+    assert read_header(place).has_more_frames
     assert np.array_equal(pixels(place), np.full((40, 60, 3), 10))
 
 
@@ -354,6 +410,13 @@ OTHER: dict[str, tuple[bytes, str]] = {
     "jpeg with a cut header": (encoded(PHOTO, "JPEG")[:40], "no picture|damaged"),
     "webp with a cut header": (encoded(PHOTO, "WEBP")[:20], "no picture|damaged"),
     "tiff with a cut header": (encoded(PHOTO, "TIFF")[:9], "no picture|damaged"),
+    "png with a bomb of text": (
+        png_of(
+            [(name, data) for name, data in png_chunks(encoded(PHOTO, "PNG")) if name == b"IHDR"]
+            + [(b"zTXt", b"a\0\0" + zlib.compress(bytes(1 << 26)))]
+        ),
+        "damaged",
+    ),
     "gif without pixels": (b"GIF89a" + bytes(40), "no pixels|no picture|damaged"),
 }
 

@@ -393,7 +393,7 @@ def _has_more_frames(image: "Image") -> bool:
 
 
 def _rgb(image: "Image") -> "Image":
-    """A decoded picture in RGB, composited on white as the image processors of transformers do."""
+    """A decoded picture in RGB, composited on white as the image processors of transformers 5.23 do."""
     module = pillow()
     if image.mode in _WIDE_GREYS:
         image = module.fromarray((np.asarray(image) >> 8).astype(np.uint8))

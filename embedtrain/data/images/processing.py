@@ -526,7 +526,7 @@ def _tiles(settings: _Settings, config: Any) -> ImageProcessing:
     tile = settings.size("max_image_size", square=False)
     if "longest_edge" not in tile:
         raise settings.error("max_image_size", "a longest_edge")
-    shuffle = getattr(config, "scale_factor", None) or getattr(config, "pixel_shuffle_factor", None)
+    shuffle = getattr(_whole(config), "scale_factor", None) or getattr(_whole(config), "pixel_shuffle_factor", None)
     if not _is_int(shuffle):
         raise settings.error("max_image_size", "of a model whose configuration has a scale_factor")
     return Tiles(
@@ -544,9 +544,14 @@ def _patch_size(config: Any) -> int:
     return value if _is_int(value) and value > 0 else 16
 
 
+def _whole(config: Any) -> Any:
+    """The configuration of the model with a vision tower, within that of late interaction (ColPali, ColQwen2)."""
+    return getattr(config, "vlm_config", None) or config
+
+
 def _vision(config: Any) -> Any:
     """The configuration of the vision tower, which may be the whole model."""
-    return getattr(config, "vision_config", None) or config
+    return getattr(_whole(config), "vision_config", None) or config
 
 
 class _Family(NamedTuple):

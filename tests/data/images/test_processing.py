@@ -181,6 +181,142 @@ def test_patches_of_several_pictures_are_concatenated(tmp_path: Path) -> None:
     assert pixels.numel() * 8 == expected["pixel_values"].numel() * 4  # an eighth of the bytes
 
 
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = {**SMALL, "vocab_size": 128, "num_key_value_heads": 2}
+QWEN = {
+    **TEXT,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+}
+# The configuration of a small model with a vision tower, and the case whose settings its directory has.
+TOWERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "CLIPVisionModel": ("CLIPVisionConfig", {**SMALL, "image_size": 224, "patch_size": 16}, "clip"),
+    "SiglipVisionModel": ("SiglipVisionConfig", {**SMALL, "image_size": 224, "patch_size": 16}, "vit"),
+    "Dinov2Model": ("Dinov2Config", {**SMALL, "image_size": 32, "patch_size": 16, "mlp_ratio": 1}, "dinov2"),
+    "Qwen2VLModel": (
+        "Qwen2VLConfig",
+        {"text_config": QWEN, "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}},
+        "qwen2_vl",
+    ),
+    "Qwen2_5_VLModel": (
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": QWEN,
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+                "fullatt_block_indexes": [0],
+            },
+        },
+        "qwen2_vl",
+    ),
+    "Qwen3VLModel": (
+        "Qwen3VLConfig",
+        {
+            "text_config": QWEN,
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+                "deepstack_visual_indexes": [0],
+                "num_position_embeddings": 64,
+            },
+        },
+        "qwen3_vl",
+    ),
+    "Idefics3Model": (
+        "Idefics3Config",
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**SMALL, "image_size": 96, "patch_size": 16},
+        },
+        "idefics3",
+    ),
+    "SmolVLMModel": (
+        "SmolVLMConfig",
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**SMALL, "image_size": 64, "patch_size": 16},
+        },
+        "smolvlm",
+    ),
+    "ModernVBertModel": (
+        "ModernVBertConfig",
+        {
+            "text_config": {**SMALL, "vocab_size": 128, "pad_token_id": 0},
+            "vision_config": {**SMALL, "image_size": 64, "patch_size": 16},
+            "pixel_shuffle_factor": 2,
+        },
+        "smolvlm",
+    ),
+    "PaliGemmaModel": (
+        "PaliGemmaConfig",
+        {
+            "text_config": {**TEXT, "model_type": "gemma", "head_dim": 16},
+            "vision_config": {**SMALL, "image_size": 112, "patch_size": 14, "projection_dim": 32},
+            "projection_dim": 32,
+        },
+        "paligemma",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers_give_as_many_rows_as_are_counted(name: str, tmp_path: Path) -> None:
+    """Real classes with their own configurations: patches and a class token, or rows of a language model."""
+    import transformers
+
+    config_class, options, case = TOWERS[name]
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    config = getattr(transformers, config_class)(**options)
+    theirs = processor(case)
+    theirs.save_pretrained(tmp_path)
+    ours = read_processing(tmp_path, config)
+    model = getattr(transformers, name)(config).eval()
+    for size in ((150, 100), (37, 211), (64, 64)):
+        image = noise(*size)
+        pixels = ours.pixels(image, *size)
+        with torch.no_grad():
+            if not hasattr(model, "get_image_features"):
+                states = model(pixel_values=ours.normalised(pixels)[None]).last_hidden_state
+                class_tokens = 0 if name == "SiglipVisionModel" else 1
+                assert states.shape[1] == ours.num_patches(*size) + class_tokens
+                continue
+            if isinstance(ours, QwenPatches):
+                grid = torch.tensor([[1, *ours.grid(*size)]])
+                features = model.get_image_features(ours.patches(pixels), grid).pooler_output
+            else:
+                features = model.get_image_features(ours.normalised(pixels)[None]).pooler_output
+            assert sum(part[..., 0].numel() for part in features) == ours.num_tokens(*size)
+
+
+@pytest.mark.parametrize(
+    ("whole", "model", "options"),
+    [
+        ("ColPaliConfig", "PaliGemmaConfig", {"vision_config": {"patch_size": 14}}),
+        ("ColQwen2Config", "Qwen2VLConfig", {}),
+        ("ColModernVBertConfig", "ModernVBertConfig", {"pixel_shuffle_factor": 3}),
+    ],
+)
+def test_configurations_of_late_interaction(whole: str, model: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Their vision tower is in a configuration within."""
+    import transformers
+
+    case = {"ColPaliConfig": "paligemma", "ColQwen2Config": "qwen2_vl", "ColModernVBertConfig": "idefics3"}[whole]
+    if not hasattr(transformers, whole):
+        pytest.skip(f"this transformers has no {whole}")
+    inner = getattr(transformers, model)(**options)
+    processor(case).save_pretrained(tmp_path)
+    outer = getattr(transformers, whole)(vlm_config=inner)
+    assert read_processing(tmp_path, outer) == read_processing(tmp_path, inner)
+
+
 def write(folder: Path, settings: dict[str, Any], file: str = "preprocessor_config.json") -> Path:
     (folder / file).write_text(json.dumps(settings), encoding="utf-8")
     return folder

@@ -79,6 +79,16 @@ class ImageProcessing(ABC):
         """
         return self.num_patches(width, height)
 
+    @property
+    @abstractmethod
+    def most_patches(self) -> int:
+        """A bound of `num_patches`, of pictures that `check` passes: for plans of memory before any is known."""
+
+    @property
+    def most_tokens(self) -> int:
+        """A bound of `num_tokens`."""
+        return self.most_patches
+
     def check(self, width: int, height: int) -> None:  # noqa: B027 - most families read any picture
         """Raise BadPicture if the model cannot read a picture of this size."""
 
@@ -115,7 +125,7 @@ class ImageProcessing(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSize(ImageProcessing):
-    """Pictures of one size: CLIP, SigLIP, PaliGemma, ViT, DINOv2.
+    """Pictures of one size: CLIP, SigLIP, PaliGemma, ViT, DINOv2, DINOv3, ConvNeXt.
 
     `pixels` are uint8 [3, H, W].
 
@@ -136,6 +146,11 @@ class FixedSize(ImageProcessing):
     def pixel_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """3, and height and width, the same for every picture."""
         return 3, *(self.crop or (self.size["height"], self.size["width"]))
+
+    @property
+    def most_patches(self) -> int:
+        """That of every picture."""
+        return self.num_patches(1, 1)
 
     def check(self, width: int, height: int) -> None:
         """Raise BadPicture if a narrow picture would be huge before it is cropped."""
@@ -186,6 +201,11 @@ class NaFlex(ImageProcessing):
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of patches (`get_image_size_for_max_num_patches`)."""
         return _naflex_grid(width, height, self.patch_size, self.max_patches)
+
+    @property
+    def most_patches(self) -> int:
+        """`max_patches`."""
+        return self.max_patches
 
     def pixel_shape(self, width: int, height: int) -> tuple[int, int, int, int]:
         """Patches, 3, and the sides of a patch."""
@@ -256,10 +276,26 @@ class QwenPatches(ImageProcessing):
         """Rows in the language model: one for `merge_size`^2 patches."""
         return self.num_patches(width, height) // self.merge_size**2
 
+    @property
+    def most_patches(self) -> int:
+        """As many as `max_area` has; more for a narrow picture, of a single row of tokens, or one that is enlarged."""
+        return self.most_tokens * self.merge_size**2
+
+    @property
+    def most_tokens(self) -> int:
+        """`most_patches` / `merge_size`^2."""
+        side = self.patch_size * self.merge_size
+        one_row = math.isqrt(_MAX_RATIO * self.max_area) // side
+        # Sides a and b in tokens, both rounded up: (a + 1)(b + 1), where a b is fixed and a + b largest at _MAX_RATIO.
+        long, short = math.sqrt(self.min_area * _MAX_RATIO) / side, math.sqrt(self.min_area / _MAX_RATIO) / side
+        return max(self.max_area // side**2, one_row, math.floor((long + 1) * (short + 1)))
+
     def check(self, width: int, height: int) -> None:
         """Raise BadPicture if one side is more than 200 times the other."""
-        if max(width, height) / min(width, height) > 200:
-            raise BadPicture(f"it has {width} x {height} pixels: Qwen-VL reads no side above 200 times the other")
+        if max(width, height) / min(width, height) > _MAX_RATIO:
+            raise BadPicture(
+                f"it has {width} x {height} pixels: Qwen-VL reads no side above {_MAX_RATIO} times the other"
+            )
 
     def pixels(self, image: "Image", width: int, height: int) -> Tensor:
         """The patches of the resized picture, uint8 [patches, 3, patch_size, patch_size]."""
@@ -273,6 +309,9 @@ class QwenPatches(ImageProcessing):
         """What the tower reads of patches: float [patches, 3 * temporal_size * patch_size^2]."""
         values = self.normalised(pixels, dtype)
         return values.unsqueeze(2).expand(-1, -1, self.temporal_size, -1, -1).flatten(1)
+
+
+_MAX_RATIO = 200  # of sides, in `smart_resize`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +353,18 @@ class Tiles(ImageProcessing):
     def num_tokens(self, width: int, height: int) -> int:
         """Rows in the language model: one for `shuffle`^2 patches. The markup between tiles is not counted."""
         return self.num_patches(width, height) // self.shuffle**2
+
+    @property
+    def most_patches(self) -> int:
+        """Those of a square."""
+        longest = self.size.get("longest_edge")
+        square = (longest, longest) if longest else (self.size["width"], self.size["height"])
+        return self.num_patches(*square)
+
+    @property
+    def most_tokens(self) -> int:
+        """`most_patches` / `shuffle`^2."""
+        return self.most_patches // self.shuffle**2
 
     def check(self, width: int, height: int) -> None:
         """Raise BadPicture if a picture is so narrow that a side of it is lost."""
@@ -420,6 +471,12 @@ class _Settings:
             raise self.error(name, f"whole numbers from 1 to {high:,}")
         return sides
 
+    def fraction(self, name: str) -> float:
+        value = self._values.get(name)
+        if not _is_finite(value) or not 0 < value <= 1:
+            raise self.error(name, "a number above 0, at most 1")
+        return float(value)
+
     def channels(self, name: str) -> _Channels:
         value = self._values.get(name)
         numbers = [value] * 3 if isinstance(value, int | float) else value
@@ -480,6 +537,19 @@ def _squares(settings: _Settings, config: Any) -> ImageProcessing:
 
 def _edges(settings: _Settings, config: Any) -> ImageProcessing:
     return _fixed_size(settings, config, square=False)
+
+
+def _shrunk(settings: _Settings, config: Any) -> ImageProcessing:
+    """ConvNeXt: below 384 pixels, the centre of a picture that is larger by 1 / `crop_pct`."""
+    settings.require("do_resize", True)
+    sides = settings.size("size", square=False)
+    if (side := sides.get("shortest_edge")) is None:
+        raise settings.error("size", "a shortest_edge")
+    common, square = settings.common(_patch_size(config)), {"height": side, "width": side}
+    if side >= 384:
+        return FixedSize(**common, size=square)
+    before = int(side / settings.fraction("crop_pct"))
+    return FixedSize(**common, size={"shortest_edge": before}, crop=(side, side))
 
 
 def _naflex(settings: _Settings, config: Any) -> ImageProcessing:
@@ -574,6 +644,7 @@ _OPENAI: dict[str, Any] = {
     "std": (0.26862954, 0.26130258, 0.27577711),
 }
 _HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+_IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 _CLIP = _family(_edges, **_OPENAI, size={"shortest_edge": 224}, do_center_crop=True, crop_size=224)
 _TILED = _family(
     _tiles,
@@ -588,6 +659,11 @@ _FAMILIES = {
     "BlipImageProcessor": _family(_squares, **_OPENAI, size=384),
     "CLIPImageProcessor": _CLIP,
     "ChineseCLIPImageProcessor": _CLIP,
+    "ConvNextImageProcessor": _family(
+        _shrunk, **_HALF, resample=_BICUBIC, size={"shortest_edge": 384}, crop_pct=224 / 256
+    ),
+    # Its class resizes numbers with fractions, which differ from these bytes by a grey level at most.
+    "DINOv3ViTImageProcessor": _family(_squares, **_IMAGENET, resample=_BILINEAR, size=224),
     "DeiTImageProcessor": _family(_squares, **_HALF, resample=_BICUBIC, size=256, do_center_crop=True, crop_size=224),
     "Idefics3ImageProcessor": _TILED,
     "Qwen2VLImageProcessor": _family(

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -38,6 +38,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "scaled_otherwise": ("siglip", "Siglip", {"rescale_factor": 0.0078, "image_mean": [1.0, 0.9, 0.8]}),
     "vit": ("vit", "ViT", {"resample": 2}),
     "deit": ("deit", "DeiT", {}),
+    "convnext": ("convnext", "ConvNext", {"size": {"shortest_edge": 50}}),
+    "convnext_384": ("convnext", "ConvNext", {}),
     "blip": ("blip", "Blip", {"size": {"height": 96, "width": 96}}),
     "naflex": ("siglip2", "Siglip2", {"max_num_patches": 64}),
     "qwen2_vl": ("qwen2_vl", "Qwen2VL", {"patch_size": 14, "max_pixels": 50_000}),
@@ -60,16 +62,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 ROUNDED = {"scaled_otherwise"}
 
 
-def processor(name: str) -> Any:
+Case: TypeAlias = tuple[str, str, dict[str, Any]]
+
+
+def processor(case: Case) -> Any:
     """The image processor of transformers with Pillow, without torchvision."""
-    module, family, options = CASES[name]
+    module, family, options = case
     package = pytest.importorskip(f"transformers.models.{module}.image_processing_pil_{module}")
     return getattr(package, f"{family}ImageProcessorPil")(**options)
 
 
-def processing_of(name: str, folder: Path, **config: Any) -> tuple[Any, ImageProcessing]:
-    """The processor, and what is read of the directory that it saves."""
-    theirs = processor(name)
+def processing_of(name: str, folder: Path, *, case: Case | None = None, **config: Any) -> tuple[Any, ImageProcessing]:
+    """The processor of a case, and what is read of the directory that it saves."""
+    theirs = processor(case or CASES[name])
     theirs.save_pretrained(folder)
     vision = SimpleNamespace(**vars(VISION) | {"patch_size": getattr(theirs, "patch_size", None) or 16})
     return theirs, read_processing(folder, SimpleNamespace(**vars(CONFIG) | {"vision_config": vision} | config))
@@ -159,6 +164,42 @@ def test_lengths_of_one_size(tmp_path: Path) -> None:
     assert {(ours.grid(*size), ours.num_patches(*size), ours.num_tokens(*size)) for size in sizes(20)} == {
         ((4, 6), 24, 24)
     }
+
+
+@pytest.mark.parametrize("name", ["clip", "naflex", "qwen2_vl", "qwen3_vl", "enlarging", "idefics3", "unsplit", "odd"])
+def test_no_picture_has_more_than_the_bound(name: str, tmp_path: Path) -> None:
+    options = {"size": {"shortest_edge": 50_000, "longest_edge": 60_000}, "patch_size": 16}
+    others: dict[str, Case] = {
+        "enlarging": ("qwen2_vl", "Qwen2VL", options),
+        "odd": ("idefics3", "Idefics3", {"size": {"longest_edge": 4999}, "max_image_size": {"longest_edge": 500}}),
+    }
+    _, ours = processing_of(name, tmp_path, case=others.get(name))
+    rng = np.random.default_rng(5)
+    narrow = [(length, round(length * 199.9)) for length in rng.integers(1, 300, 100).tolist()]
+    patches, tokens = 0, 0
+    for width, height in [*sizes(300), *narrow, *((height, width) for width, height in narrow)]:
+        try:
+            ours.check(width, height)
+        except BadPicture:
+            continue
+        patches = max(patches, ours.num_patches(width, height))
+        tokens = max(tokens, ours.num_tokens(width, height))
+    assert 0.6 * ours.most_patches <= patches <= ours.most_patches
+    assert 0.6 * ours.most_tokens <= tokens <= ours.most_tokens
+
+
+def test_dinov3_differs_by_a_grey_level_at_most(tmp_path: Path) -> None:
+    """Its class exists for torchvision alone, and resizes numbers from 0 to 1, as torch does here."""
+    settings = {"image_processor_type": "DINOv3ViTImageProcessorFast", "size": {"height": 64, "width": 64}}
+    ours = read_processing(write(tmp_path, settings), CONFIG)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (ours.mean, ours.std))
+    assert ours.mean == (0.485, 0.456, 0.406)
+    for width, height in ((640, 427), (100, 90), (33, 500)):
+        image = noise(width, height)
+        scaled = torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())[None] / 255
+        resized = torch.nn.functional.interpolate(scaled, (64, 64), mode="bilinear", antialias=True)
+        difference = (ours.normalised(ours.pixels(image, width, height)) - (resized[0] - mean) / std).abs()
+        assert (difference * std * 255).max() < 1.01
 
 
 def test_bytes_become_the_numbers_of_the_processor(tmp_path: Path) -> None:
@@ -275,7 +316,7 @@ def test_towers_give_as_many_rows_as_are_counted(name: str, tmp_path: Path) -> N
     if not hasattr(transformers, name):
         pytest.skip(f"this transformers has no {name}")
     config = getattr(transformers, config_class)(**options)
-    theirs = processor(case)
+    theirs = processor(CASES[case])
     theirs.save_pretrained(tmp_path)
     ours = read_processing(tmp_path, config)
     model = getattr(transformers, name)(config).eval()
@@ -312,7 +353,7 @@ def test_configurations_of_late_interaction(whole: str, model: str, options: dic
     if not hasattr(transformers, whole):
         pytest.skip(f"this transformers has no {whole}")
     inner = getattr(transformers, model)(**options)
-    processor(case).save_pretrained(tmp_path)
+    processor(CASES[case]).save_pretrained(tmp_path)
     outer = getattr(transformers, whole)(vlm_config=inner)
     assert read_processing(tmp_path, outer) == read_processing(tmp_path, inner)
 

@@ -18,7 +18,9 @@ from embedtrain.data.images.processing import (
     Tiles,
     read_processing,
 )
+from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
+from tests.pretend_cuda.device import host_reads
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -467,3 +469,25 @@ def test_the_digest_names_what_changes_pixels_or_lengths(tmp_path: Path) -> None
     assert len({ours.digest for ours in read.values()}) == len(CASES)
     _, longer = processing_of("smolvlm", tmp_path, scale_factor=4)
     assert longer.digest != read["smolvlm"].digest
+
+
+def on_the_device(world: World, folder: str) -> dict[str, tuple[bool, dict[str, int]]]:
+    """Of each family: whether the device gives the CPU's numbers, and what made the host wait meanwhile."""
+    results = {}
+    for name in ("clip", "siglip", "naflex", "qwen3_vl", "idefics3"):
+        path = Path(folder) / name
+        path.mkdir()
+        _, ours = processing_of(name, path)
+        pixels = ours.pixels(noise(90, 70), 90, 70)
+        convert = ours.patches if isinstance(ours, NaFlex | QwenPatches) else ours.normalised
+        sent = pixels.to(world.device)
+        with host_reads() as reads:
+            received = convert(sent)
+        results[name] = (received.device == world.device and torch.equal(received.cpu(), convert(pixels)), dict(reads))
+    return results
+
+
+def test_the_host_waits_for_no_pixel(cuda_ranks, tmp_path: Path) -> None:
+    (results,) = cuda_ranks(1, on_the_device, str(tmp_path))
+    assert results == dict.fromkeys(results, (True, {}))
+    assert len(results) == 5

@@ -1,5 +1,6 @@
 """The bounds of pyproject.toml: the oldest versions are tested, and `docs/hooks/bounds.py` finds newer releases."""
 
+import itertools
 import tomllib
 
 from packaging.requirements import Requirement
@@ -13,7 +14,8 @@ def test_the_oldest_versions_are_the_lower_bounds():
     """`make test-oldest` runs with constraints-oldest.txt, so it has the lower bound of every dependency."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *optional["onnx"], *optional["mteb"], *optional["tensorboard"]]
+    extras = (optional[name] for name in ("onnx", "mteb", "tensorboard", "images"))
+    requirements = [*project["dependencies"], *itertools.chain.from_iterable(extras)]
     bounds = {}
     for requirement in map(Requirement, requirements):
         (bounds[requirement.name],) = (Version(part.version) for part in requirement.specifier if part.operator == ">=")

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS = 89_478_485, 178_956_970
 MAX_FILE_BYTES = 1 << 30
 # Formats whose header has the size. Pillow reads more, some by starting programs (EPS) or without any check.
-_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF")
-_PLUGINS = ("Jpeg", "Mpo", "Png", "WebP", "Gif", "Tiff", "Bmp", "Ppm", "Jpeg2K", "Avif")
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF")
+_PLUGINS = ("Jpeg", "Mpo", "Png", "WebP", "Gif", "Tiff", "Bmp", "Ppm", "Jpeg2K", "Avif")  # MPO: several JPEGs
 _WIDE_GREYS = ("I;16", "I;16B", "I;16L", "I;16N")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *_WIDE_GREYS)
 _ORIENTATION = 0x0112  # of EXIF and TIFF
 # How the content of files that are no picture begins, without white space before it, and what they are.
 _OTHER_CONTENT = (
-    (rb"(<\?xml[^>]*>\s*)?(<!--.*?-->\s*|<!DOCTYPE svg[^>]*>\s*)*<svg\b", "a drawing (SVG): render it as PNG"),
+    (rb"(?=.*<svg\b)<(svg|\?xml|!--|!doctype svg)", "a drawing (SVG): render it as PNG"),
     (rb"%PDF-", "a PDF document: render its pages as PNG"),
     (rb"<!doctype html|<html\b", "a web page (HTML), which servers send instead of a picture that they do not have"),
     (rb"version https://git-lfs", "a pointer of Git LFS: download the file with git lfs pull"),
@@ -96,8 +96,8 @@ def read_picture(place: Place, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> Pictu
 def read_header(place: Place, *, max_pixels: int = DEFAULT_MAX_PIXELS, key_of_place: bool = False) -> Header:
     """Read the header of a picture and hash its bytes, without decoding a pixel; callable from any thread.
 
-    The size is that after the orientation of EXIF, which counts in JPEG, WebP, TIFF and AVIF, and in PNG where it
-    stands before the pixels. Pillow would decode a whole PNG to look for it behind them.
+    The size is that after the orientation of EXIF or XMP, which counts in JPEG, WebP, TIFF and AVIF, and in PNG where
+    it stands before the pixels. Pillow would decode a whole PNG to look for it behind them.
 
     Args:
         max_pixels: width times height above which a picture is refused, at most LARGEST_MAX_PIXELS.
@@ -159,16 +159,18 @@ def decode_picture(place: Place, picture: Picture) -> "Image":
             width, height = _upright_size(image)
             was = f"{picture.width} x {picture.height}"
             raise BadPicture(f"it is {width} x {height}, but was {was}: prepare the data again")
-        turn = _orientation(image)  # before the pixels are read, which may find a second one behind them
+        # Before the pixels are read, which may find a second one behind them. Pillow turns TIFF itself.
+        turn = 1 if image.format == "TIFF" else _orientation(image)
         try:
             image.load()
+            upright = _turned(_rgb(image), turn)
         except MemoryError:
             raise
         except Exception as error:  # damaged pixels may raise anything
             raise BadPicture(f"its pixels cannot be decoded ({one_line(error)}): replace the file") from None
     except BadPicture as error:
         raise DataError(f"{place}: {error}") from None
-    return _turned(_rgb(image), turn)
+    return upright
 
 
 class PictureTable:
@@ -271,10 +273,7 @@ def pillow() -> Any:
         raise ConfigError(f"images need Pillow: {install_command('images')}") from None
     # Imported here, once: `Image.open` would import all plugins, which several threads may not begin together.
     for name in _PLUGINS:
-        try:
-            importlib.import_module(f"PIL.{name}ImagePlugin")
-        except ImportError:  # Pillow 11.0 to 11.2 has no AVIF
-            continue
+        importlib.import_module(f"PIL.{name}ImagePlugin")
     # Of large pictures and damaged metadata, which are either errors here or do not matter.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     return module
@@ -283,10 +282,7 @@ def pillow() -> Any:
 def _read(place: Place) -> bytes:
     """The bytes at a place."""
     with _opened(place) as (file, length):
-        data = file.read(length)  # without the number, in steps of 8 KiB
-    if len(data) < length:
-        raise BadPicture(f"the file ends {format_count(length - len(data), 'byte')} before it does")
-    return data
+        return file.read(length)  # without the number, in steps of 8 KiB
 
 
 @contextlib.contextmanager
@@ -309,6 +305,8 @@ def _opened(place: Place) -> Iterator[tuple[BinaryIO, int]]:
         length = status.st_size - place.offset if place.length is None else place.length
         if length <= 0:
             raise BadPicture("it is empty")
+        if (missing := place.offset + length - status.st_size) > 0:
+            raise BadPicture(f"the file ends {format_count(missing, 'byte')} before it does")
         if length > MAX_FILE_BYTES:
             raise BadPicture(f"it has {format_bytes(length)}, more than {format_bytes(MAX_FILE_BYTES)}")
         yield stack.enter_context(io.BufferedReader(_Range(whole, place.offset, length))), length
@@ -342,7 +340,7 @@ def _open(file: BinaryIO) -> "Image":
     """The picture in a file, of which only the header is read."""
     module = pillow()
     try:
-        image: Image = module.open(file, formats=[name for name in _FORMATS if name in module.OPEN])
+        image: Image = module.open(file, formats=_FORMATS)
     except module.UnidentifiedImageError:
         file.seek(0)
         raise BadPicture(_what_else(file.read(4096))) from None
@@ -370,8 +368,6 @@ def _orientation(image: "Image") -> int:
 
     Of a PNG, only what has been read: what stands before the pixels.
     """
-    if image.format == "TIFF":  # Pillow turns its pixels itself
-        return 1
     try:
         # The method of the base class: that of PNG decodes the pixels.
         value = pillow().Image.getexif(image).get(_ORIENTATION)
@@ -382,6 +378,8 @@ def _orientation(image: "Image") -> int:
 
 def _upright_size(image: "Image") -> tuple[int, int]:
     width, height = image.size
+    if image.format == "TIFF" and _ORIENTATION in getattr(image, "tag_v2", ()):  # Pillow has exchanged them
+        return width, height
     return (height, width) if _orientation(image) >= 5 else (width, height)
 
 

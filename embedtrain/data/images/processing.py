@@ -211,6 +211,11 @@ class NaFlex(ImageProcessing):
         """Patches, 3, and the sides of a patch."""
         return self.num_patches(width, height), 3, self.patch_size, self.patch_size
 
+    def check(self, width: int, height: int) -> None:
+        """Raise BadPicture if a picture is so narrow that the class cannot scale it to `max_patches`."""
+        if self.num_patches(width, height) > self.max_patches:
+            raise BadPicture(f"it is too narrow: {width} x {height} pixels")
+
     def pixels(self, image: "Image", width: int, height: int) -> Tensor:
         """The patches of the resized picture, uint8 [patches, 3, patch_size, patch_size]."""
         (rows, columns), side = self.grid(width, height), self.patch_size

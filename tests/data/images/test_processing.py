@@ -457,6 +457,10 @@ def test_narrow_pictures_are_refused(tmp_path: Path) -> None:
     clip.check(1, 3000)
     with pytest.raises(BadPicture, match="1 x 60000"):
         clip.check(1, 60000)
+    few = NaFlex(resample=2, scale=1.0, mean=(0,) * 3, std=(1,) * 3, patch_size=16, max_patches=4)
+    few.check(1, 1_000_000)
+    with pytest.raises(BadPicture, match="1 x 100000000"):
+        few.check(1, 100_000_000)
     _, tiles = processing_of("smolvlm", tmp_path)
     for size in sizes(200):
         tiles.check(*size)

@@ -64,6 +64,7 @@ class Kind(ABC):
         new_part: what of the model starts from the seed if its files lack it.
         has_tables: whether a table of static embeddings can be such a model.
         has_one_model: whether `model.path` or `model.config` has to name the model.
+        has_one_tower: whether all texts of a directory with one config.json are encoded by the same backbone.
         aliases: other names of it, in lower case and without underscores, which an error answers with `name`.
         losses: the losses that train it, by `loss.name`, the first as an example; None: all but those of other kinds.
         why_no_other_loss: why another one does not, for a message.
@@ -90,6 +91,7 @@ class Kind(ABC):
     new_part: ClassVar[str] = "layers"
     has_tables: ClassVar[bool] = False
     has_one_model: ClassVar[bool] = True
+    has_one_tower: ClassVar[bool] = True
     aliases: ClassVar[tuple[str, ...]] = ()
     losses: ClassVar[tuple[str, ...] | None] = None
     why_no_other_loss: ClassVar[str] = ""
@@ -280,6 +282,14 @@ class Kind(ABC):
     def training_loss(self, loss: "Loss", recipe: "Recipe", source: "ModelSource", num_batches: int) -> "Loss":
         """The loss of a run of so many global batches, with what the kind adds to that of the recipe."""
         return loss
+
+    def share_weights(  # noqa: B027 - most have none
+        self, loss: "Loss", encoder: "Encoder"
+    ) -> None:
+        """Let the loss train weights that the model's files have, such as a temperature; both are on the device.
+
+        Called once, before weights of a checkpoint are read. Weights are shared if they have one memory.
+        """
 
     def weights_of_data(
         self, source: "ModelSource", stores: "Sequence[TokenStore]", world: "World", console: "Console"

@@ -10,7 +10,7 @@ from embedtrain.config.evaluation import VectorPrecision, check_kind_of_vectors
 from embedtrain.config.kinds import Kind, kinds
 from embedtrain.config.losses import (
     LOSSES,
-    VECTOR_TEMPERATURE,
+    SIGLIP_TEMPERATURE,
     CandidateSet,
     CombinedConfig,
     CustomConfig,
@@ -649,6 +649,9 @@ def _check_loss_of_kind(loss: LossConfig, kind: Kind, option: str, prefix: str) 
     )
     if isinstance(loss, InfoNCEConfig):
         _check_infonce_of_kind(loss, kind, check)
+        _check_temperature_of_kind(loss, kind.temperature, kind, check)
+    if isinstance(loss, SigLIPConfig):
+        _check_temperature_of_kind(loss, None if kind.temperature is None else SIGLIP_TEMPERATURE, kind, check)
 
 
 def _check_infonce_of_kind(loss: InfoNCEConfig, kind: Kind, check: OptionChecks) -> None:
@@ -662,11 +665,17 @@ def _check_infonce_of_kind(loss: InfoNCEConfig, kind: Kind, check: OptionChecks)
         "mixed_pairs" if loss.mixed_pairs else "mixed_list",
         f"mixes the vectors of texts, but model.kind={kind.name} has no single vector per text; leave it out",
     )
+
+
+def _check_temperature_of_kind(
+    loss: InfoNCEConfig | SigLIPConfig, default: float | None, kind: Kind, check: OptionChecks
+) -> None:
+    """`default` is the temperature of a recipe that names none; None: that of the model."""
     low, high = loss.temperature_bounds or kind.temperature_bounds
-    temperature = kind.temperature if loss.temperature is None else loss.temperature
+    temperature = default if loss.temperature is None else loss.temperature
     check.require(
         not loss.learn_temperature or temperature is None or low <= temperature <= high,
         "temperature",
-        f"{f'is the default {VECTOR_TEMPERATURE} and ' if loss.temperature is None else ''}must be within "
+        f"{f'is the default {default} and ' if loss.temperature is None else ''}must be within "
         f"temperature_bounds={written([low, high])}",
     )

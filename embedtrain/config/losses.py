@@ -21,6 +21,7 @@ from embedtrain.config.row_requirements import (
 VECTOR_TEMPERATURE = 0.05
 # Default bounds of a trained temperature: of similarities of vectors, and of sums of them over the tokens of a query.
 VECTOR_TEMPERATURE_BOUNDS = (0.01, 1.0)
+SIGLIP_TEMPERATURE, SIGLIP_BIAS = 0.1, -10.0
 TOKEN_TEMPERATURE_BOUNDS = (0.01, 32.0)
 
 
@@ -259,10 +260,12 @@ class InfoNCEConfig(LossConfig):
     """Softmax over the documents of the whole global batch (van den Oord et al., 2018)."""
 
     name: str = "infonce"
-    # Scores are divided by it; default: 0.05 for similarities of vectors and MeanMaxSim, 1 for MaxSim and words.
+    # Scores are divided by it; default: 0.05 for similarities of vectors and MeanMaxSim, 1 for MaxSim and words, and
+    # that of the model's files for texts and pictures.
     temperature: float | None = option(None, above=0, hint="0.01 to 0.1 is usual")
     learn_temperature: bool = False  # start from `temperature` and train it (Radford et al., 2021)
-    # Of a trained temperature; default: [0.01,1] for similarities of vectors, [0.01,32] for MaxSim and MeanMaxSim.
+    # Of a trained temperature; default: [0.01,1] for similarities of vectors, [0.01,32] for MaxSim and MeanMaxSim,
+    # [0.001,1] for texts and pictures.
     temperature_bounds: list[float] | None = None
     # Of vectors; default: the model's. Late interaction: model.similarity.
     similarity: Similarity | None = None
@@ -348,12 +351,14 @@ class SigLIPConfig(LossConfig):
     """A sigmoid for every pair of a query and a document of the global batch (Zhai et al., 2023)."""
 
     name: str = "siglip"
-    temperature: float = option(0.1, above=0, hint="0.01 to 0.1 is usual")  # similarities are divided by it
-    # added to the scaled similarities: most pairs do not match
-    bias: float = option(-10.0, finite=True, hint="-10 is usual")
+    # Similarities are divided by it; default: 0.1, of a model of texts and pictures that of its files.
+    temperature: float | None = option(None, above=0, hint="0.01 to 0.1 is usual")
+    # Added to the scaled similarities, because most pairs do not match; default: -10, or that of such files.
+    bias: float | None = option(None, finite=True, hint="-10 is usual")
     learn_temperature: bool = True  # start from `temperature` and train it
     learn_bias: bool = True  # start from `bias` and train it
-    temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
+    # Of a trained temperature; default: [0.01,1], of a model of texts and pictures [0.001,1].
+    temperature_bounds: list[float] | None = None
     similarity: Similarity | None = None  # default: the model's
     mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
     implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)

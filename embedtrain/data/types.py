@@ -374,10 +374,13 @@ class Chunk:
             there are none.
         tower: the number of the encoder's tower that takes it, always with all of its texts.
         decoded: what `Layout.decode` gives besides tokens, such as pixels, by name; nothing in checks of a backbone.
+        grids: int64 [P, ...], the size of each picture in patches, on the host, where the encoder has to know it before
+            it computes; None: it need not.
     """
 
     __slots__ = (
         "decoded",
+        "grids",
         "has_padding",
         "ids",
         "mask",
@@ -408,11 +411,12 @@ class Chunk:
         query_words: QueryWords | None = None,
         tower: int = 0,
         decoded: Mapping[str, Tensor] | None = None,
+        grids: NDArray[np.int64] | None = None,
     ) -> None:
         self.ids, self.mask, self.rows, self.pooled = ids, mask, rows, pooled
         self.packing, self.has_padding, self.types = packing, has_padding, types
         self.token_rows, self.sizes, self.row_ids, self.query_words = token_rows, sizes, row_ids, query_words
-        self.tower, self.decoded = tower, decoded or {}
+        self.tower, self.decoded, self.grids = tower, decoded or {}, grids
 
     @classmethod
     def of_one_token(cls, device: torch.device) -> "Chunk":

@@ -313,7 +313,7 @@ def open_model(
     model = CommandModel(path=name, revision=revision, pooling=pooling, trust_remote_code=trust_remote_code)
     options, what = with_kind_of_files(model, kind)
     source = require_trained(open_model_source(options), options, what)
-    source.require_one_model(f"model={path}")
+    source.require_one_tower(f"model={path}")
     return source
 
 

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embedtrain.config.losses import Implementation, LossDirection, SigLIPConfig, Similarity
+from embedtrain.config.losses import (
+    SIGLIP_BIAS,
+    SIGLIP_TEMPERATURE,
+    VECTOR_TEMPERATURE_BOUNDS,
+    Implementation,
+    LossDirection,
+    SigLIPConfig,
+    Similarity,
+)
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.excluded import ExcludedCandidates, ExcludingLoss, Exclusion
@@ -42,13 +50,17 @@ class SigLIP(ExcludingLoss):
 
     def __init__(self, config: SigLIPConfig) -> None:
         super().__init__()
+        self.config = config
         self.similarity = config.similarity or Similarity.cosine
         self.implementation, self.mask_duplicates = config.implementation, config.mask_duplicates
         self.temperature = Temperature(
-            config.temperature, trained=config.learn_temperature, bounds=config.temperature_bounds
+            SIGLIP_TEMPERATURE if config.temperature is None else config.temperature,
+            trained=config.learn_temperature,
+            bounds=config.temperature_bounds or VECTOR_TEMPERATURE_BOUNDS,
         )
-        self.fixed_bias = config.bias
-        self.bias = nn.Parameter(torch.tensor([config.bias])) if config.learn_bias else None
+        self.fixed_bias = SIGLIP_BIAS if config.bias is None else config.bias
+        self.bias = nn.Parameter(torch.tensor([self.fixed_bias])) if config.learn_bias else None
+        self.followed_bias: Tensor | None = None  # in place of a fixed one: of one element, read in every batch
 
     def exclusion(self, rows: GlobalRows, width: int, dtype: torch.dtype) -> Exclusion:
         """See `ExcludingLoss`."""
@@ -67,7 +79,8 @@ class SigLIP(ExcludingLoss):
         exclusion = self.exclusion(batch_info.rows, documents.shape[1], documents.dtype)
         excluded = ExcludedCandidates.of(exclusion, batch_info)
         scale = self.temperature.scale(queries)
-        bias = queries.new_full((1,), self.fixed_bias) if self.bias is None else self.bias.to(queries.dtype)
+        own = self.followed_bias if self.bias is None else self.bias
+        bias = queries.new_full((1,), self.fixed_bias) if own is None else own.reshape(1).to(queries.dtype)
         compute = self._around_ring if exclusion.ring else self._gathered
         loss, num_correct, row_losses = compute(queries, documents, batch_info, excluded, scale, bias)
         num_queries, num_ranks = max(1, sum(counts.queries)), len(counts.queries)

@@ -27,9 +27,16 @@ class Temperature(nn.Module):
         # Shape (1,): FSDP rejects scalars. A fixed temperature skips the logarithm, which would cost digits.
         self.log_scale = nn.Parameter(start.float()) if trained else None
         self.fixed = 1.0 / value
+        self.followed: Tensor | None = None
+
+    def follow(self, log_scale: Tensor) -> None:
+        """Take the logarithm of one over a fixed temperature from this tensor, of one element, in every batch."""
+        self.followed = log_scale
 
     def scale(self, like: Tensor) -> Tensor:
         """One over the temperature, [1], in the dtype of `like`; differentiable if it is trained."""
+        if self.followed is not None:
+            return self.followed.reshape(1).exp().to(like.dtype)
         if self.log_scale is None:
             return like.new_full((1,), self.fixed)
         with torch.no_grad():  # clamped before use instead of after the step, so a value at a bound keeps its gradient

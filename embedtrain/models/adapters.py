@@ -134,7 +134,7 @@ def _add_to_towers(
     targets = [targets] if isinstance(targets, str) else list(targets)
     saved = list(lora.modules_to_save)
     for target in targets if config is None and targets != [ALL_LINEAR] else ():
-        if not any(_has_layer(tower, target) for tower in towers.values()):
+        if not any(_targets_of_tower(towers, prefix, [target]) for prefix in towers):
             target_layers(next(iter(towers.values())).backbone, [target])  # an error
     for name in saved:
         if not any(_modules_of_tower(towers, prefix, [name]) for prefix in towers):
@@ -146,10 +146,11 @@ def _add_to_towers(
         if files is not None:
             stored = tuple(name.removeprefix(prefix) for name in files.modules_to_save if name.startswith(prefix))
             own_files = replace(files, modules_to_save=stored)
-        elif targets != [ALL_LINEAR]:
-            own = replace(own, targets=[target for target in targets if _has_layer(tower, target)])
-        is_target = any(_has_layer(tower, target) for target in targets)
-        if is_target or (targets == [ALL_LINEAR] and tower.has_layers):
+        own_targets = _targets_of_tower(towers, prefix, targets)
+        if own_files is None and own_targets:
+            own = replace(own, targets=own_targets)
+        is_frozen = not any(parameter.requires_grad for parameter in tower.backbone.parameters())
+        if own_targets and not is_frozen:
             added[prefix] = add_adapters(tower, own, own_files, frozen)
             continue
         modules = find_modules(tower, own.modules_to_save) | tower.output.beside_adapters
@@ -169,8 +170,17 @@ def _add_to_towers(
     return AdapterInfo(config=shared, files=files, stored=(), modules_to_save=stored_modules, heads=heads)
 
 
+def _targets_of_tower(towers: Mapping[str, Encoder], prefix: str, targets: Iterable[str]) -> list[str]:
+    """Those of the targets that a tower has; their names may begin with that of a tower, which has them alone."""
+    others = tuple(other for other in towers if other != prefix)
+    own = (target.removeprefix(prefix) for target in targets if not target.startswith(others))
+    return list(dict.fromkeys(target for target in own if _has_layer(towers[prefix], target)))
+
+
 def _has_layer(tower: Encoder, target: str) -> bool:
-    """Whether a tower has a layer of this name."""
+    """Whether a tower has a layer of this name, or any if all linear layers are meant."""
+    if target == ALL_LINEAR:
+        return tower.has_layers
     names = (name for name, _ in tower.backbone.named_modules())
     return any(name == target or name.endswith(f".{target}") for name in names)
 
@@ -280,6 +290,7 @@ def _peft_config(encoder: Encoder, lora: LoraConfig) -> peft.LoraConfig:
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=target_layers(encoder.backbone, lora.targets),
+        exclude_modules=_read_layers(encoder.backbone) or None,
         task_type="FEATURE_EXTRACTION",
     )
 
@@ -387,6 +398,11 @@ def target_layers(backbone: nn.Module, targets: str | list[str]) -> list[str]:
         for name in matches:
             _require_linear(backbone.get_submodule(name), target)
     return targets
+
+
+def _read_layers(backbone: nn.Module) -> list[str]:
+    """Linear layers whose weights are read by another module and which are not called, so that adapters do nothing."""
+    return [f"{name}.out_proj" for name, part in backbone.named_modules() if isinstance(part, nn.MultiheadAttention)]
 
 
 def find_modules(encoder: Encoder, names: Iterable[str]) -> dict[str, nn.Module]:

@@ -4,7 +4,7 @@ What a kind of model adds to the backbone is built, read and located by the kind
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
         states = {prefix: full_state_dict(tower, seed) for prefix, tower in source.parts.items()}
         return {prefix + name: weight for prefix, state in states.items() for name, weight in state.items()}
     if source.directory is not None:
-        _require_plausible_size(source, source.directory)
+        _require_plausible_size(source, dict.fromkeys([source.directory, *source.module_folders.values()]))
     torch.manual_seed(seed)
     encoder = assemble_encoder(source)
     for name, weight in initial_head_weights(source.vectors.dense, seed).items():
@@ -126,9 +126,11 @@ def head_weights(source: ModelSource) -> dict[str, Tensor]:
     return source.kind.head_weights(source) | pickled_head_weights(source.vectors.dense)
 
 
-def _require_plausible_size(source: ModelSource, directory: Path) -> None:
+def _require_plausible_size(source: ModelSource, directories: Iterable[Path]) -> None:
     """Reject a configuration far larger than the stored weights before allocating memory."""
-    stored = sum(path.stat().st_size for path in directory.iterdir() if path.suffix in (".safetensors", ".bin"))
+    directory, *others = directories
+    files = [path for folder in (directory, *others) for path in folder.iterdir()]
+    stored = sum(path.stat().st_size for path in files if path.suffix in (".safetensors", ".bin"))
     needed = sum(parameter.numel() for parameter in build_encoder(source).parameters())
     if stored and needed > _MAX_PARAMETERS_PER_BYTE * stored:
         raise ModelError(
@@ -136,7 +138,7 @@ def _require_plausible_size(source: ModelSource, directory: Path) -> None:
             "they belong to another model"
         )
     # transformers reads a tensor before it compares the shapes.
-    for location in stored_tensors(directory).values():
+    for location in (location for folder in (directory, *others) for location in stored_tensors(folder).values()):
         with safe_open(location.path, framework="pt") as file:
             numbers = math.prod(file.get_slice(location.key).get_shape())
         if numbers > max(needed, _MAX_TENSOR):
@@ -166,7 +168,7 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
     stored = stored_tensors(source.directory)
     locations = module_locations(source)
     names = [name.removeprefix("backbone.") for name in shapes if name.startswith("backbone.")]
-    prefixes = {key.removesuffix(names[0]) for key in stored if key.endswith(names[0])}
+    prefixes = {key.removesuffix(names[0]) for key in stored if key.endswith(names[0])} if names else set[str]()
     for prefix in sorted(prefixes, key=len):
         if all(prefix + name in stored for name in names):
             locations |= {"backbone." + name: stored[prefix + name] for name in names}

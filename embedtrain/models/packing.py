@@ -120,7 +120,7 @@ def check_packing(encoder: Encoder, *, precision: Precision, capability: tuple[i
     have to support packing.
     """
     if len(encoder.towers) > 1:
-        layers = [tower for tower in encoder.towers.values() if tower.has_layers]
+        layers = [tower for tower in encoder.towers.values() if tower.has_layers and tower.packs]
         checks = [check_packing(tower, precision=precision, capability=capability) for tower in layers]
         return PackingCheck(
             next((check.padding_reason for check in checks if check.padding_reason is not None), None),
@@ -322,7 +322,7 @@ def packed_attention(
     if module.training or torch.is_grad_enabled():
         # torch's attention on a CPU is several times slower backward in bf16. The first of two passes over a chunk
         # has no gradient, but must equal the second one.
-        q, k, v = (part if part.is_cuda else part.float() for part in (q, k, v))
+        q, k, v = (part if part.is_cuda or part.dtype == torch.float64 else part.float() for part in (q, k, v))
     if not torch.compiler.is_compiling():
         return _batched_runs(q, k, v, packing, causal, reach, scale, dropout).to(value.dtype).unsqueeze(0), None
     key_starts, attended = (None, None) if packing.keys is None else (packing.keys.host_starts, packing.keys.attended)

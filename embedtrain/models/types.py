@@ -72,7 +72,9 @@ class ModelSource:
     """Everything known about a model before its weights are read."""
 
     kind: Kind
-    settings: Any = None  # of the kind, an object of its own type, which has `is_new`; None for a dense model
+    # Of the kind, an object of its own type, which has `is_new`, and perhaps `folders` of further weights by name; None
+    # for a dense model.
+    settings: Any = None
     directory: Path | None  # holds weights and tokenizer; None for a model made from a configuration
     config: PretrainedConfig  # of the backbone: no cache, `model.bidirectional` and `model.rope_*` applied
     vectors: VectorSettings = VectorSettings()
@@ -98,6 +100,7 @@ class ModelSource:
         """The folders of modules that have weights besides those in `directory`, by a name of each."""
         folders = {str(number): dense.directory for number, dense in enumerate(self.vectors.dense, 1)}
         folders["pooling"] = self.vectors.pooling_directory
+        folders |= getattr(self.settings, "folders", {})
         return {name: folder for name, folder in folders.items() if folder is not None}
 
     @property
@@ -120,6 +123,15 @@ class ModelSource:
             raise ConfigError(
                 f"{option}: has a model for queries and another for documents; write the folder of one, "
                 f"{' or '.join(where)}"
+            )
+
+    def require_one_tower(self, option: str) -> None:
+        """Raise a ConfigError also if texts have a tower and pictures another."""
+        self.require_one_model(option)
+        if not self.kind.has_one_tower:
+            raise ConfigError(
+                f"{option}: is a model of kind={self.kind.name}, which has a tower of texts and one of pictures; this "
+                "command takes a model with one"
             )
 
     def require_inner_products(self, option: str) -> None:

@@ -55,6 +55,8 @@ class Backward:
     ) -> None:
         self.encoder, self.loss, self.world, self.seed = encoder, loss, world, seed
         self.towers = towers_of(encoder)
+        # A frozen tower has no backward passes.
+        self._trains = [any(weight.requires_grad for weight in tower.parameters()) for tower in self.towers]
         self.dummy = dummy.to(world.device)
         self.reduce_per_step = reduce_per_step
         self.guides = dict(guides or {})
@@ -77,7 +79,8 @@ class Backward:
         local_loss = torch.zeros((), device=self.world.device)
         finite = torch.ones((), dtype=torch.bool, device=self.world.device)
         metrics, weights = dict[str, Tensor](), dict[str, float]()
-        remaining = [chunk.tower for batch in batches for chunk in self._passes(batch)]  # the tower of each pass
+        # The tower of each backward pass.
+        remaining = [c.tower for batch in batches for c in self._passes(batch) if self._trains[c.tower]]
         for batch in batches:
             weight = batch.num_rows / num_rows
             with grad_independent_attention(self.encoder):
@@ -122,7 +125,7 @@ class Backward:
         )
         graphs: list[tuple[Tensor, ...] | None] = []
         for index, chunk in enumerate(chunks):
-            with torch.set_grad_enabled(index < num_cached), span(ENCODE):
+            with torch.set_grad_enabled(index < num_cached and self._trains[chunk.tower]), span(ENCODE):
                 graphs.append(self._encode(batch.step, index, chunk))
         encoded = [tuple(part.detach() for part in graph) for graph in graphs if graph is not None]
         # Dummies do not contribute to the loss.
@@ -135,6 +138,8 @@ class Backward:
             output, grads, finite = self._loss_at_row_owners(local, batch, weight, sample)
         chunk_grads = [grad.split(of_part) for grad, of_part in zip(grads, zip(*sizes, strict=True), strict=True)]
         for index, chunk in enumerate(chunks):
+            if not self._trains[chunk.tower]:
+                continue
             remaining.pop(0)
             # A tower is finished before the last pass if that one computes another tower.
             finished = [tower for number, tower in enumerate(self.towers) if number not in remaining]

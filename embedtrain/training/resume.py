@@ -21,7 +21,16 @@ from embedtrain.checkpoint.step_directory import (
 )
 from embedtrain.config.compose import to_plain
 from embedtrain.config.kinds import load_kind
-from embedtrain.config.losses import LOSSES, VECTOR_TEMPERATURE, VECTOR_TEMPERATURE_BOUNDS, InfoNCEConfig, LossConfig
+from embedtrain.config.losses import (
+    LOSSES,
+    SIGLIP_BIAS,
+    SIGLIP_TEMPERATURE,
+    VECTOR_TEMPERATURE,
+    VECTOR_TEMPERATURE_BOUNDS,
+    InfoNCEConfig,
+    LossConfig,
+    SigLIPConfig,
+)
 from embedtrain.config.options import Effect, declarations, effect_of
 from embedtrain.config.recipe import CheckpointContents, Recipe, Resume
 from embedtrain.data.cache.row_store import RowStore
@@ -120,6 +129,18 @@ class Change:
 
 # Options of losses whose default is the model's, and was the cosine in earlier versions.
 _COMPARES = {"similarity", "distance"}
+# Options whose defaults depend on the model, and those of a model with one vector of a text, by `loss.name`.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    InfoNCEConfig.name: {
+        "temperature": VECTOR_TEMPERATURE,
+        "temperature_bounds": list(VECTOR_TEMPERATURE_BOUNDS),
+    },
+    SigLIPConfig.name: {
+        "temperature": SIGLIP_TEMPERATURE,
+        "bias": SIGLIP_BIAS,
+        "temperature_bounds": list(VECTOR_TEMPERATURE_BOUNDS),
+    },
+}
 
 
 def run_identity(
@@ -177,10 +198,10 @@ def _loss_identity(loss: LossConfig, kind: str) -> dict[str, Any]:
         part.pop("implementation", None)
         for name in _COMPARES & part.keys():
             part[name] = part[name] or "cosine"
-        if load_kind(kind).has_one_vector and part["name"] == InfoNCEConfig.name:
-            # Earlier versions wrote these numbers, which were the defaults.
-            part["temperature"] = VECTOR_TEMPERATURE if part["temperature"] is None else part["temperature"]
-            part["temperature_bounds"] = part["temperature_bounds"] or list(VECTOR_TEMPERATURE_BOUNDS)
+        # Earlier versions wrote these numbers, which were the defaults. A kind without one takes that of its files.
+        if load_kind(kind).has_one_vector and load_kind(kind).temperature is not None:
+            for name, value in _DEFAULTS.get(part["name"], {}).items():
+                part[name] = value if part[name] is None else part[name]
     return options
 
 

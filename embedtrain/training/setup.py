@@ -167,6 +167,7 @@ def build_loss(
         )
         loss = model.source.kind.training_loss(loss, recipe, model.source, inputs.length.batches)
         loss = loss.to(world.device)
+        model.source.kind.share_weights(loss, model.encoder)
     set_teacher_maps(loss, guides, world)
     use_tf32_products(loss, recipe.parallel.precision)
     run.note(loss_notes(inputs.losses, data.names, loss, dimension))

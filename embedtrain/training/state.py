@@ -92,13 +92,18 @@ class WeightAverage:
         self._module, self._decay, self._wait_for_staging = trained, decay, wait_for_staging
         weights = checkpointed_weights(trained)
         parameters = {_key(parameter) for parameter in trained.parameters() if parameter.requires_grad}
-        copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights have one average
+        copies: dict[tuple[int, torch.Size | int], Tensor] = {}  # tied weights have one average
         self.tensors: dict[str, Tensor] = {}  # by the names of a checkpoint; what is not trained is the tensor itself
+        live: dict[tuple[int, torch.Size | int], Tensor] = {}
         for name, weight in weights.items():
-            is_trained = _key(weight) in parameters
-            self.tensors[name] = copies.setdefault(_key(weight), weight.detach().clone()) if is_trained else weight
-        by_key = {_key(weight): weight for weight in weights.values()}
-        self._live = [_local(by_key[key]) for key in copies]
+            if _key(weight) not in parameters:
+                self.tensors[name] = weight
+                continue
+            live.setdefault(_key(weight), weight)
+            average = copies.setdefault(_key(weight), weight.detach().clone())
+            # A model may share a number with the loss, in another shape.
+            self.tensors[name] = average if average.shape == weight.shape else average.view(weight.shape)
+        self._live = [_local(weight) for weight in live.values()]
         self._averages = [_local(copy) for copy in copies.values()]
 
     @torch.no_grad()
@@ -128,9 +133,9 @@ class WeightAverage:
             self.swap()
 
 
-def _key(tensor: Tensor) -> tuple[int, torch.Size]:
+def _key(tensor: Tensor) -> tuple[int, torch.Size | int]:
     """The same for tensors that share their memory; shards without rows have none."""
-    return _local(tensor).data_ptr(), tensor.shape
+    return _local(tensor).data_ptr(), tensor.shape if isinstance(tensor, DTensor) else tensor.numel()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ CASES = [
     (RankNetConfig(similarity=Similarity.dot), "cross_encoder", r"loss\.similarity=dot: .*score itself"),
     (DistillScoresConfig(similarity=Similarity.dot), "m3", r"loss\.similarity=dot: .*three scores"),
     (SigLIPConfig(), "sparse", r"loss=siglip: .*loss=infonce"),
+    (SigLIPConfig(temperature_bounds=[0.2, 0.5]), "dense", r"loss\.temperature=null: is the default 0\.1 .*0\.2,0\.5"),
     (InfoNCEConfig(similarity=Similarity.dot), "sparse", r"loss\.similarity=dot: "),
     (InfoNCEConfig(matryoshka=MatryoshkaConfig(dims=[4])), "sparse", r"loss\.matryoshka\.dims=\[4\]: "),
     (InfoNCEConfig(mixed_list=True), "sparse", r"loss\.mixed_list=true: .*sparse"),

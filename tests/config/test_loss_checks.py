@@ -72,7 +72,7 @@ CASES: list[tuple[LossConfig, str]] = [
     (InfoNCEConfig(temperature_bounds=[0.5, 0.1]), r"loss\.temperature_bounds=\[0\.5,0\.1\]: "),
     (XTRConfig(learn_temperature=True, temperature=2.0), r"loss\.temperature=2\.0: .*\[0\.01,1\.0\]"),
     (XTRConfig(top_k=0), r"loss\.top_k=0: "),
-    (SigLIPConfig(temperature_bounds=[0.2, 0.5]), r"loss\.temperature=0\.1: .*\[0\.2,0\.5\]"),
+    (SigLIPConfig(temperature=0.1, temperature_bounds=[0.2, 0.5]), r"loss\.temperature=0\.1: .*\[0\.2,0\.5\]"),
     (CustomConfig(path="my_losses"), r"loss\.path=my_losses"),
     (CustomConfig(path="a:B", kwargs=[1]), r"loss\.kwargs=\[1\]"),
     (CustomConfig(path="a:B", label=True, scores=True), r"loss\.label=true"),

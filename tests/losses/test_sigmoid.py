@@ -29,17 +29,21 @@ def excluded(batch: GlobalVectors, row: int) -> set[int]:
 
 
 def sigmoids(config: SigLIPConfig):
+    bounds = config.temperature_bounds or [0.01, 1.0]
+    fixed_temperature = 0.1 if config.temperature is None else config.temperature
+    fixed_bias = -10.0 if config.bias is None else config.bias
+
     def textbook(batch: GlobalVectors, parameters: dict[str, Tensor]) -> Tensor:
         queries, documents = batch.queries, batch.documents
         if config.similarity is not Similarity.dot:
             queries = queries / queries.norm(dim=1, keepdim=True)
             documents = documents / documents.norm(dim=1, keepdim=True)
-        temperature = config.temperature
+        temperature = fixed_temperature
         if config.learn_temperature:
             # A value out of bounds is clamped before the loss is computed, so the gradient is that at the bound.
-            log, (low, high) = -parameters["temperature.log_scale"], config.temperature_bounds
+            log, (low, high) = -parameters["temperature.log_scale"], bounds
             temperature = (log + (log.clamp(math.log(low), math.log(high)) - log).detach()).exp()
-        bias = parameters["bias"] if config.learn_bias else config.bias
+        bias = parameters["bias"] if config.learn_bias else fixed_bias
         total = 0.0 * queries.sum()
         for row in range(len(batch.sizes)):
             skipped = excluded(batch, row) if config.mask_duplicates else set()

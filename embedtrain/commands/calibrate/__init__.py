@@ -163,7 +163,7 @@ def run(options: CalibrateOptions) -> Path:
             require_copyable(root)
 
         def check(source: "ModelSource") -> None:
-            source.require_one_model(f"model={options.model}")
+            source.require_one_tower(f"model={options.model}")
             _check_model(options, source, texts)
             require_stored_pooling(source, root)
 

@@ -709,7 +709,11 @@ def read_processing(directory: Path, config: Any) -> ImageProcessing:
     Raises:
         ModelError: the directory names no processor that is known here, or has settings that cannot work.
     """
-    path, values = _settings_of(directory)
+    return processing_of(*image_settings(directory, config), config)
+
+
+def processing_of(path: Path, values: Mapping[str, Any], config: Any) -> ImageProcessing:
+    """The same of settings that are known already; `path` is where they are from, for messages."""
     name = _processor_name(values, config)
     if name not in _FAMILIES:
         raise ModelError(f"{path}: the image processor {name} is not known: known are {', '.join(sorted(_FAMILIES))}")
@@ -717,15 +721,19 @@ def read_processing(directory: Path, config: Any) -> ImageProcessing:
     return family.read(_Settings(path, values, family.defaults), config)
 
 
-def _settings_of(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """The file and the settings that transformers reads: those in the processor's file come first."""
+def image_settings(directory: Path, config: Any) -> tuple[Path, dict[str, Any]]:
+    """The file and the settings that transformers reads, with the name of a processor: the processor's file is first.
+
+    Arguments and errors as of `read_processing`.
+    """
     path = directory / PROCESSOR_FILE
-    if path.is_file() and isinstance(values := _read_json(path).get("image_processor"), dict):
-        return path, values
-    path = directory / SETTINGS_FILE
-    if not path.is_file():
-        raise ModelError(f"{path} is missing: the directory does not say how pictures are read")
-    return path, _read_json(path)
+    values = _read_json(path).get("image_processor") if path.is_file() else None
+    if not isinstance(values, dict):
+        path = directory / SETTINGS_FILE
+        if not path.is_file():
+            raise ModelError(f"{path} is missing: the directory does not say how pictures are read")
+        values = _read_json(path)
+    return path, values | {"image_processor_type": _processor_name(values, config)}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

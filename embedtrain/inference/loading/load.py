@@ -522,7 +522,7 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
     mismatches = [
         _mismatch_of_tower(encoder, number, tower, parallel, world)
         for number, tower in enumerate(encoder.towers.values())
-        if tower.has_layers
+        if tower.has_layers and tower.packs
     ]
     mismatch = next((text for text in mismatches if text is not None), None)
     reason = next((text for text in world.gather(mismatch) if text is not None), None)

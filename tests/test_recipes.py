@@ -20,6 +20,8 @@ from embedtrain.distributed.world import World
 from embedtrain.formats.source import open_model_source
 from embedtrain.training.train import train
 from tests.conftest import ROOT
+from tests.image_text.models import picture_item, save_image_text
+from tests.image_text.test_run import run as run_with_pictures
 from tests.marks import slow_but
 from tests.small import batch, save_language_model, save_small, small_model, small_tokenizer, text, write_rows
 from tests.token_rerankers import save_causal
@@ -36,6 +38,7 @@ RERANKERS = {
 LATE_INTERACTION = {"modern_colbert": "modernbert", "colbert_xlmr": "xlm-roberta"}
 M3 = {"bge_m3": "xlm-roberta"}
 SPARSE = {"splade": "bert", "splade_doc": "distilbert"}
+IMAGE_TEXT = {"clip": "clip", "siglip2": "siglip"}
 # Their published sizes, for no configuration can be fetched here.
 _XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
 _XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -80,11 +83,14 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
         {"model_type": "distilbert", "vocab_size": 30522, "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072},
         0.067,
     ),
+    # The defaults of transformers' configurations are those of ViT-B/32, and of SigLIP base with another vocabulary.
+    "clip": ({"model_type": "clip", "vocab_size": 49408}, 0.1513),
+    "siglip2": ({"model_type": "siglip", "text_config": "{vocab_size: 256000}", "vocab_size": 256000}, 0.3752),
 }  # fmt: skip
 # Reopening costs a second or two: where adapters are merged, and one for each pooling.
 CHECKED = ("bge_m3", "bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
 # One of each architecture or kind; those of the others are slow tests.
-PLANNED = {"bce_xlmr", "qwen3_reranker", "modern_colbert", "bge_m3"}
+PLANNED = {"bce_xlmr", "qwen3_reranker", "modern_colbert", "bge_m3", "siglip2"}
 TRAINED = {"bce_xlmr", "e5_mistral_lora", "bce_reranker"}
 
 
@@ -109,7 +115,7 @@ def test_the_first_line_is_the_command(name):
     assert recipe.data.train, "the command says where the rows go"
 
 
-@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE])
+@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT])
 def test_the_sources_of_values_are_named(name):
     text = " ".join(header(name)[1:])
     assert "ublish" in text
@@ -119,7 +125,7 @@ def test_the_sources_of_values_are_named(name):
     assert recipe.parallel.block_class is None
 
 
-@pytest.mark.parametrize("name", slow_but(PLANNED, [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE]))
+@pytest.mark.parametrize("name", slow_but(PLANNED, [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT]))
 def test_a_recipe_is_planned(name):
     """For one node of 80 GB GPUs, in the model's real size: it fits, and has as many parameters as published."""
     config, billions = SIZES[name]
@@ -137,7 +143,7 @@ def test_a_recipe_is_planned(name):
 def test_every_recipe_has_a_run():
     # `make demo` and its own tests run the quickstart, tests/test_demo_reranker.py the reranker of its data.
     quickstarts = {"quickstart", "quickstart_reranker", "quickstart_colbert"}
-    assert set(PATHS) == {*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *quickstarts}
+    assert set(PATHS) == {*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *quickstarts}
 
 
 @pytest.mark.parametrize("name", LATE_INTERACTION)
@@ -296,6 +302,23 @@ def test_sparse_recipes_train(ranks, tmp_path, name):
     ranks(1, run_recipe, name, tmp_path, model)
     folder = "document_1_SpladePooling" if name == "splade_doc" else "1_SpladePooling"
     assert (tmp_path / "run" / "model" / folder / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", slow_but({"clip"}, IMAGE_TEXT))
+def test_a_small_model_of_texts_and_pictures_trains(ranks, tmp_path, name):
+    """As it is, bf16 and strategy auto included, but for the sizes of model and batch and the number of steps."""
+    model = save_image_text(IMAGE_TEXT[name], tmp_path)
+    rows = [{"query": text(i, 2 + i % 5), "pos": [picture_item(tmp_path, i)]} for i in range(16)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        f"recipe={name}", f"model.path={model}", f"data.train=[{tmp_path / 'train.jsonl'}]", "parallel.precision=bf16",
+        "train.epochs=null", "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=128", "optim.warmup=0",
+        f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    ranks(2, run_with_pictures, tmp_path, *arguments)
+    opened = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
+    vectors = opened.encode_query(["alpha beta gamma", "delta"])
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)
 
 
 def run_recipe(world: World, name: str, folder: Path, model: Path) -> None:

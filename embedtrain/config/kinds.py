@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _KINDS = {
     "dense": "embedtrain.kinds.dense:Dense",
     "dual_encoder": "embedtrain.kinds.dual_encoder:DualEncoder",
+    "image_text": "embedtrain.kinds.image_text:ImageText",
     "cross_encoder": "embedtrain.kinds.cross_encoder:CrossEncoder",
     "late_interaction": "embedtrain.kinds.late_interaction:LateInteraction",
     "m3": "embedtrain.kinds.m3:M3",

@@ -133,7 +133,9 @@ class LoraConfig:
 
     rank: int | None = None  # r of every adapter; null trains all weights
     alpha: float | None = None  # adapters are scaled by alpha / r; default: 2 r
-    targets: Any = ALL_LINEAR  # all-linear (of the blocks), or names of linear layers, such as [q_proj, v_proj]
+    # all-linear (of the blocks), or names of linear layers, such as [q_proj, v_proj]; of a model with several towers
+    # they may begin with that of a tower: text.all-linear, image.q_proj
+    targets: Any = ALL_LINEAR
     dropout: float = 0.0  # applied to the input of an adapter
     modules_to_save: list[str] = field(default_factory=list)  # trained in full: embeddings, norms, or names of modules
     base_dtype: BaseDtype = BaseDtype.auto  # type of the frozen weights
@@ -271,9 +273,9 @@ class ModelConfig:
     """The model to train: the options that every kind of model has. Those of each kind are a subclass in `kinds/`."""
 
     # What the model computes: dense (a vector per text), dual_encoder (the same, by one model for queries and another
-    # for documents), cross_encoder (a score per pair of query and document, a reranker), late_interaction (a vector per
-    # token of a text, ColBERT), m3 (a vector, lexical weights and a vector per token, BGE-M3) or sparse (a weight per
-    # word of the vocabulary, SPLADE). Each has further options.
+    # for documents), image_text (a vector per text and per picture, CLIP), cross_encoder (a score per pair of query and
+    # document, a reranker), late_interaction (a vector per token of a text, ColBERT), m3 (a vector, lexical weights and
+    # a vector per token, BGE-M3) or sparse (a weight per word of the vocabulary, SPLADE). Each has further options.
     kind: str = "dense"
     path: str | None = option(None, is_input=True)  # Hub id, Hugging Face directory or sentence-transformers directory
     # instead, for random weights: a mapping with `model_type`, or the path of a config.json

@@ -161,7 +161,8 @@ class Engine:
         """
         kind, facts, deviations = model.source.kind, model.facts, []
         if kind.name not in self.kinds:
-            deviations.append(Deviation(Severity.refused, f"it does not serve {kind.files.plural}"))
+            known = "whether it serves {} is not known" if self.is_unknown(model) else "it does not serve {}"
+            deviations.append(Deviation(Severity.refused, known.format(kind.files.plural)))
         elif self.kinds[kind.name]:
             deviations.append(Deviation(Severity.partial, self.kinds[kind.name]))
         # No engine has the user's class, but a graph computes it.
@@ -173,6 +174,10 @@ class Engine:
             deviations += _applied(self.rules, facts)
         refused = [deviation for deviation in deviations if deviation.effect is Severity.refused]
         return refused or sorted(deviations, key=lambda deviation: list(Severity).index(deviation.effect), reverse=True)
+
+    def is_unknown(self, model: ServedModel) -> bool:
+        """Whether nothing is known about what the engine does with models of this kind."""
+        return model.source.kind.name in _TABLE["partly_known"] and model.source.kind.name not in self.kinds
 
     def reasons_against(self, model: ServedModel) -> list[str]:
         """Why what it computes of the model is not to be compared with the encoder; empty if it is."""
@@ -232,7 +237,8 @@ SERVING_ENGINES: Mapping[str, Engine] = {name: _engine(entry) for name, entry in
 def serving_section(model: ServedModel, name: str) -> str:
     """A section of the model card: which engines serve the model `name` exactly, why others do not, and commands."""
     rows, commands = [], []
-    for engine in SERVING_ENGINES.values():
+    listed = [engine for engine in SERVING_ENGINES.values() if not engine.is_unknown(model)]
+    for engine in listed:
         deviations = engine.deviations(model)
         verdict = _VERDICTS[deviations[0].effect] if deviations else "exactly"
         reasons = "; ".join(deviation.reason for deviation in deviations)
@@ -250,6 +256,7 @@ def serving_section(model: ServedModel, name: str) -> str:
         "| --- | --- | --- |",
         *rows,
         "",
+        *(["What others do with such a model is not known.", ""] if len(listed) < len(SERVING_ENGINES) else []),
         *(["```text", *commands, "```", ""] if commands else []),
     ]
     return "\n".join(lines)

@@ -55,7 +55,7 @@ def test_yaml_is_checked_as_its_command_does(block, tmp_path, monkeypatch):
         return
     assert keys.keys() <= {*vars(Recipe()), "defaults"}, "a recipe or a part of one"
     added = {"name=block": "name", "model.path=my-model": "model", "data.train=[my.jsonl]": "data"}
-    has_model = keys.get("model", {}).keys() & {"path", "config", "query"}
+    has_model = keys.get("model", {}).keys() & {"path", "config", "query", "text"}
     missing = [text for text, key in added.items() if key not in keys or (key == "model" and not has_model)]
     (recipe,) = compose_recipes([*arguments, *missing])
     assert recipe.name == keys.get("name", "block")

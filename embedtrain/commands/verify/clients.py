@@ -215,7 +215,13 @@ def transformers(given: Given) -> Output:
     model = auto.from_pretrained(directory, local_files_only=True, torch_dtype=torch.float32).eval()
     rows: list[Any] = []
     with torch.no_grad():
-        for each in texts:
+        for each in texts if hasattr(model, "get_text_features") else ():
+            # Without a mask, padding is read as other tokens are, so that texts have all of it.
+            padding = "max_length" if tokenizer.model_input_names == ["input_ids"] else False
+            inputs = tokenizer(*each, truncation=True, padding=padding, return_tensors="pt")
+            pooled = model.get_text_features(**inputs).pooler_output[0]
+            rows.append((torch.nn.functional.normalize(pooled, dim=0) if is_normalized(given) else pooled).tolist())
+        for each in texts if not rows else ():
             output = model(**tokenizer(*each, truncation=True, return_tensors="pt"))
             if part == "scores":
                 rows.append(output.logits.item())

@@ -1,0 +1,112 @@
+"""Whole runs of texts and pictures: trained, evaluated, resumed, exported, and opened by the libraries and again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+from embedtrain.config.kinds import kind_of_files
+from embedtrain.distributed.world import World
+from tests.commands import call
+from tests.image_text.models import picture_item, save_image_text, save_parts
+from tests.runs import evaluation_metrics, losses, rewind_run, run_without_base
+from tests.small import text
+
+SETTINGS = [
+    "name=t", "model.kind=image_text", "train.global_batch_size=8", "train.log_every=1", "train.chunk_tokens=64",
+    "train.steps=4", "optim.lr=1e-3", "parallel.precision=fp32", "parallel.strategy=fsdp", "parallel.compile=false",
+    "checkpoint.every=2", "evaluation.at_start=false", "evaluation.every=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Captions and their pictures, some with a picture as a hard negative; a set with pictures as documents."""
+    folder = tmp_path_factory.mktemp("image_text")
+    for name in ("clip", "siglip"):
+        save_image_text(name, folder)
+    save_parts(folder)
+
+    def picture(seed: int) -> str:
+        return picture_item(folder, seed)
+
+    rows = [{"query": text(i, 2 + i % 7), "pos": [picture(i)]} for i in range(24)]
+    rows += [{"query": picture(i), "pos": [text(i, 2 + i % 7)], "neg": [text(50 + i, 4)]} for i in range(3)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dev = [{"query": text(i, 2 + i % 7), "pos": [picture(i)], "neg": [picture(i + 1)]} for i in range(20, 29)]
+    (folder / "dev.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dev))
+    return folder
+
+
+def run(world: World, inputs: Path, *arguments: str) -> None:
+    """Train with the pictures of the inputs."""
+    for path in inputs.glob("picture_*.png"):
+        picture_item(inputs, int(path.stem.removeprefix("picture_")))
+    run_without_base(world, *arguments)
+
+
+def options(inputs: Path, output_dir: Path, *more: str) -> list[str]:
+    return [
+        *SETTINGS, f"data.train=[{inputs / 'train.jsonl'}]", f"evaluation.sets=[{inputs / 'dev.jsonl'}]",
+        f"output_dir={output_dir}", *more,
+    ]  # fmt: skip
+
+
+def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
+    """On 1, 2 and 3 ranks; a run resumes on another number, also with the average of the temperature."""
+    more = [f"model.path={inputs / 'siglip'}", "loss=siglip", "optim.ema=0.5"]
+    runs = {size: tmp_path / str(size) for size in (1, 3)}
+    for size, output_dir in runs.items():
+        ranks(size, run, inputs, *options(inputs, output_dir, *more), timeout=280)
+        assert losses(output_dir) == pytest.approx(losses(runs[1]), rel=1e-4)
+        assert evaluation_metrics(output_dir) == evaluation_metrics(runs[1])
+    resumed = rewind_run(runs[3], tmp_path / "resumed", 2)
+    ranks(2, run, inputs, *options(inputs, resumed, *more))
+    assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)
+    stored, start = load_file(runs[1] / "model" / "model.safetensors"), load_file(inputs / "siglip/model.safetensors")
+    again = load_file(resumed / "model" / "model.safetensors")
+    for name in ("logit_scale", "logit_bias"):
+        assert stored[name].shape == start[name].shape and not torch.equal(stored[name], start[name])
+        torch.testing.assert_close(again[name], stored[name])
+    assert kind_of_files(runs[1] / "model")[0].name == "image_text"
+    call("export", f"run={runs[1]}", f"output_dir={tmp_path / 'exported'}")
+    torch.testing.assert_close(load_file(tmp_path / "exported" / "model.safetensors"), stored, rtol=0, atol=0)
+    opened = SentenceTransformer(str(runs[1] / "model"), device="cpu")
+    texts = [text(1, 2), text(2, 9)]
+    together, alone = opened.encode(texts), [opened.encode([each])[0] for each in texts]
+    torch.testing.assert_close(torch.tensor(together), torch.tensor(alone), rtol=1e-5, atol=1e-5)
+    pictures = opened.encode([Image.open(inputs / "picture_3.png")])
+    assert pictures.shape == (1, together.shape[1])
+    ranks(1, run, inputs, *options(inputs, tmp_path / "next", f"model.path={runs[1] / 'model'}", "train.steps=1"))
+
+
+def test_a_new_pair_trains_with_a_frozen_tower(ranks, inputs, tmp_path):
+    """Pictures by the model as it is, with CLIP's loss, a learning rate a tower, and adapters of texts."""
+    more = [
+        f"model.text.path={inputs / 'bert'}", f"model.image={{path: {inputs / 'vit'}, frozen: true}}",
+        "model.projection_dim=24", "loss.directions=[query_document,document_query]", "loss.partition_mode=separate",
+        "loss.learn_temperature=true", 'optim.groups=[{match: "^text[.]", lr: 1e-4}]', "train.steps=2",
+    ]  # fmt: skip
+    ranks(2, run, inputs, *options(inputs, tmp_path / "pair", *more))
+    stored = load_file(tmp_path / "pair" / "model" / "model.safetensors")
+    for tower, before, is_frozen in (("vision", "vit", True), ("text", "bert", False)):
+        weights = AutoModel.from_pretrained(inputs / before).state_dict()
+        equal = {torch.equal(stored[f"{tower}_model.{name}"], weight) for name, weight in weights.items()}
+        assert equal == {True} if is_frozen else False in equal
+    assert not torch.equal(stored["logit_scale"], torch.tensor(2.6592))
+
+
+def test_adapters_of_one_tower_are_merged(ranks, inputs, tmp_path):
+    more = [
+        f"model.path={inputs / 'clip'}", "model.lora={rank: 2, targets: [text.q_proj]}", "loss.learn_temperature=true",
+        "train.steps=2",
+    ]  # fmt: skip
+    ranks(1, run, inputs, *options(inputs, tmp_path / "run", *more))
+    stored, before = load_file(tmp_path / "run/model/model.safetensors"), load_file(inputs / "clip/model.safetensors")
+    changed = {name for name in before if not torch.equal(stored[name], before[name])}
+    assert changed == {*(f"text_model.encoder.layers.{n}.self_attn.q_proj.weight" for n in range(2)), "logit_scale"}

@@ -165,6 +165,21 @@ def test_a_pair_is_made_of_two_models(folder, tmp_path):
     torch.testing.assert_close(files.of_transformers(tmp_path / "out", again), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_frozen_tower_has_all_of_its_weights(folder, tmp_path):
+    without = transformers.BertModel.from_pretrained(folder / "bert", add_pooling_layer=False)
+    without.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(folder / "bert").save_pretrained(tmp_path)
+    image = ImageTextTower(path=str(folder / "vit"))
+    for frozen in (False, True):
+        text_tower = ImageTextTower(path=str(tmp_path), frozen=frozen)
+        source = open_model_source(model_options("image_text", text=text_tower, image=image))
+        if frozen:
+            with pytest.raises(ModelError, match=r"model\.text\.frozen=true: .* lacks a pooler"):
+                full_state_dict(source, seed=0)
+        else:
+            assert full_state_dict(source, seed=0)["text.backbone.pooler.dense.weight"].any()
+
+
 @pytest.mark.parametrize("name", ["clip", "siglip", "siglip2"])
 def test_a_configuration_makes_a_model(folder, name):
     config = transformers.AutoConfig.from_pretrained(folder / name).to_dict()

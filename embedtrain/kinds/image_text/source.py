@@ -187,6 +187,11 @@ def read_weights(source: ModelSource) -> tuple[dict[str, Tensor], set[str]]:
     for name, config in zip(TOWERS, (source.config.text_config, source.config.vision_config), strict=True):
         part, missing = read_model(replace(source, directory=settings.folders[name]), AutoModel, config)
         new = {key for key in missing if key.startswith("pooler.")}
+        if new and name in settings.frozen:
+            raise ModelError(
+                f"model.{name}.frozen=true: {settings.folders[name]} lacks a pooler, which would stay random; train "
+                "the tower, or choose another model"
+            )
         weights |= {f"{name}.backbone.{key}": value for key, value in part.state_dict().items() if key not in new}
         absent |= {f"{name}.backbone.{key}" for key in missing - new}
     return weights, absent

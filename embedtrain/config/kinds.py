@@ -306,6 +306,10 @@ class Kind(ABC):
         """The tokens at which documents are cut, besides those of all texts; None: no others."""
         return None
 
+    def longest_item(self, source: "ModelSource", max_length: int) -> int:
+        """The most tokens of an item of which the texts have at most so many; a picture counts its patches."""
+        return max_length
+
     def vectors_per_text(self, source: "ModelSource", max_length: int) -> tuple[int, int]:
         """The largest number of vectors of a query and of a document, for texts of at most so many tokens."""
         return 1, 1

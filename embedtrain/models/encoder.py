@@ -151,10 +151,12 @@ class Encoder(nn.Module):
         exits: in training, the hidden states after these layers are mapped to further parts.
         has_layers: whether the backbone is a transformer; otherwise it has no blocks and no attention.
         packs: whether its items are texts that are packed if the code of the backbone supports it.
+        max_tokens: of an item, if other towers read longer ones; None: as many as those of any tower.
         packed_kernel: of packed texts on a GPU, by the name of `choose_flash_attention`.
     """
 
     packs = True
+    max_tokens: int | None = None
     packed_kernel: str | None = None
 
     def __init__(self, backbone: PreTrainedModel, head: Head, *, has_layers: bool = True) -> None:

@@ -501,7 +501,7 @@ def model_spec(
                     tower,
                     blocks_of_tower,
                     dtype=dtype,
-                    tokens_per_text=tokens_per_text,
+                    tokens_per_text=min(tokens_per_text, tower.max_tokens or tokens_per_text),
                     recompute=recompute,
                     gpu=gpu,
                     packed=packed,
@@ -590,7 +590,7 @@ def build_meta_encoder(recipe: Recipe) -> MetaEncoder:
         add_adapters(encoder, model.lora, files, frozen)
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
     length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
-    length = min(length, source.kind.max_document_length(source) or length)
+    length = source.kind.longest_item(source, min(length, source.kind.max_document_length(source) or length))
     blocks = find_blocks(encoder, recipe.parallel.block_class, required=False)
     if recipe.parallel.fp8:
         use_fp8(encoder, blocks)

@@ -190,6 +190,18 @@ def test_a_configuration_makes_a_model(folder, name):
         assert state["logit_scale"].exp().item() == pytest.approx(10) and state["logit_bias"].item() == -10
 
 
+def test_a_plan_reads_no_file(folder):
+    """Tokens, lengths and towers follow from items; a file that is gone is named where its pixels are needed."""
+    _, _, tokenizer = opened(folder / "siglip2")
+    picture = Picture(11, 300, 200)
+    PICTURES.add(picture, Place("gone.jpg"))
+    tokens = tokenizer.tokens([str(picture), "alpha"])
+    assert tokenizer.layout.num_tokens(tokens).tolist() == [15, 16]
+    assert tokenizer.layout.towers(np.zeros(2, np.bool_), tokens.take).tolist() == [1, 0]
+    with pytest.raises(DataError, match=r"gone\.jpg"):
+        tokenizer.chunk(tokens, [0])
+
+
 def test_plans_know_the_vision_tower(folder):
     """Activations are measured with both towers, of which the text tower may be frozen or adapted."""
     source = open_model_source(image_text(folder / "clip", image=ImageTextTower(frozen=True)))
@@ -200,6 +212,13 @@ def test_plans_know_the_vision_tower(folder):
     frozen = sum(weight.numel() for weight in encoder.image.parameters())
     assert spec.weights.trained == spec.weights.parameters - frozen > 0
     assert spec.activations(False) is not None and spec.allows_selective()
+    larger = transformers.AutoConfig.from_pretrained(folder / "clip").to_dict()
+    larger["vision_config"]["image_size"] = 64
+    source = open_model_source(model_options("image_text", config=larger))
+    assert source.kind.longest_item(source, 16) == 64, "a picture has more patches than a text positions"
+    encoder = build_encoder(source)
+    spec = model_spec(encoder, find_blocks(encoder), precision=Precision.fp32, tokens_per_text=64, gpu=False)
+    assert spec.allows_selective() is True
     naflex = build_encoder(open_model_source(image_text(folder / "siglip2")))
     blocks = find_blocks(naflex)
     measured = model_spec(naflex, blocks, precision=Precision.fp32, tokens_per_text=16, gpu=False)

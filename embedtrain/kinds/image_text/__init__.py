@@ -165,6 +165,10 @@ class ImageText(Kind):
 
         return {"image_text": [source.settings.processing.digest, image_identity(), source.vectors.normalize]}
 
+    def longest_item(self, source: "ModelSource", max_length: int) -> int:
+        """The longer of a text and of a picture."""
+        return max(max_length, int(source.settings.processing.most_patches))
+
     def share_weights(self, loss: "Loss", encoder: "Encoder") -> None:
         """The temperature, and the bias of SigLIP's loss."""
         from embedtrain.kinds.image_text.model import ImageTextEncoder

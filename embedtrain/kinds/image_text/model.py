@@ -30,6 +30,7 @@ from embedtrain.losses.types import Loss
 from embedtrain.models.attention import known_padding
 from embedtrain.models.encoder import Encoder, Head, TowerEncoder, disable_unused
 from embedtrain.models.pooling import PooledTokens
+from embedtrain.models.rope import num_positions
 
 TEXT, IMAGE = range(2)  # numbers of the towers
 # The names of the parts of an encoder in the classes of transformers, longest first.
@@ -212,7 +213,9 @@ def text_tower(backbone: PreTrainedModel, projection: nn.Linear | None, *, norma
             f"{type(backbone).__name__} has no pooler, which transformers' VisionTextDualEncoderModel takes the vector "
             "of a text from; choose another model of texts, such as BERT, RoBERTa or XLM-R"
         )
-    return Encoder(backbone, ProjectedHead(pooled, own, size, projection, normalize=normalize, is_new=is_new))
+    tower = Encoder(backbone, ProjectedHead(pooled, own, size, projection, normalize=normalize, is_new=is_new))
+    tower.max_tokens = num_positions(backbone.config) or None
+    return tower
 
 
 def image_tower(

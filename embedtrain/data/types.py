@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -353,6 +353,36 @@ class QueryWords:
         return QueryWords(change(self.words), change(self.queries), self.count, change(self.order))
 
 
+# Inputs of a vision tower besides pixels, by the names of its arguments.
+PictureInputs: TypeAlias = Mapping[str, Tensor | Packing]
+
+
+class PictureRows:
+    """The pictures among the tokens of a chunk. Not a dataclass, as `Packing`.
+
+    A chunk without pictures has one dummy instead in a pass in which chunks of other ranks have pictures, so that all
+    ranks compute the vision tower; it has no rows.
+
+    Attributes:
+        rows: int64 [R], the flat index among the tokens of each row that the tower returns, in the order of its rows.
+        inputs: of the tower besides pixels.
+        positions: int64 [axes, N, L] or [axes, 1, T], the position ids of all tokens; None: those of texts.
+    """
+
+    __slots__ = ("inputs", "positions", "rows")
+
+    def __init__(self, rows: Tensor, inputs: PictureInputs, positions: Tensor | None = None) -> None:
+        self.rows, self.inputs, self.positions = rows, inputs, positions
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "PictureRows":
+        """The same with `change` applied to all tensors."""
+        inputs = {
+            name: change(value) if isinstance(value, Tensor) else value.map_tensors(change)
+            for name, value in self.inputs.items()
+        }
+        return PictureRows(change(self.rows), inputs, None if self.positions is None else change(self.positions))
+
+
 class Chunk:
     """What the encoder takes: N texts padded to L tokens, or packed into one row of T tokens.
 
@@ -376,6 +406,7 @@ class Chunk:
         decoded: what `Layout.decode` gives besides tokens, such as pixels, by name; nothing in checks of a backbone.
         grids: int64 [P, ...], the size of each picture in patches, on the host, where the encoder has to know it before
             it computes; None: it need not.
+        pictures: those among the tokens; None: the pass has none on any rank.
     """
 
     __slots__ = (
@@ -385,6 +416,7 @@ class Chunk:
         "ids",
         "mask",
         "packing",
+        "pictures",
         "pooled",
         "query_words",
         "row_ids",
@@ -412,11 +444,12 @@ class Chunk:
         tower: int = 0,
         decoded: Mapping[str, Tensor] | None = None,
         grids: NDArray[np.int64] | None = None,
+        pictures: PictureRows | None = None,
     ) -> None:
         self.ids, self.mask, self.rows, self.pooled = ids, mask, rows, pooled
         self.packing, self.has_padding, self.types = packing, has_padding, types
         self.token_rows, self.sizes, self.row_ids, self.query_words = token_rows, sizes, row_ids, query_words
-        self.tower, self.decoded, self.grids = tower, decoded or {}, grids
+        self.tower, self.decoded, self.grids, self.pictures = tower, decoded or {}, grids, pictures
 
     @classmethod
     def of_one_token(cls, device: torch.device) -> "Chunk":
@@ -448,6 +481,7 @@ class Chunk:
             row_ids=changed(self.row_ids),
             query_words=None if self.query_words is None else self.query_words.map_tensors(change),
             decoded={name: change(tensor) for name, tensor in self.decoded.items()},
+            pictures=None if self.pictures is None else self.pictures.map_tensors(change),
         )
 
     @property

@@ -9,8 +9,9 @@ N: texts; L: tokens of a padded text; T: tokens of all texts; H: hidden size; D:
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,7 +20,8 @@ from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Chunk
 from embedtrain.models.attention import known_padding, use_flash_attention
 from embedtrain.models.blocks import EarlyExits
-from embedtrain.models.pooling import POOLING, PooledTokens, build_pooling
+from embedtrain.models.pooling import POOLING, PooledTokens, at_least_float32, build_pooling
+from embedtrain.models.vision_language import VisionFamily, embed_pictures
 
 _BACKBONE = "backbone."
 POOLING_MODULE = "pooling"  # the module of a user's pooling in the encoder
@@ -129,7 +131,7 @@ class PooledHead(Head):
         """Heads and normalisation of vectors [..., H]: [..., D]."""
         for head in self.dense:
             vectors = head(vectors)
-        vectors = vectors.float()
+        vectors = at_least_float32(vectors)
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
     def graph_outputs(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
@@ -153,15 +155,20 @@ class Encoder(nn.Module):
         packs: whether its items are texts that are packed if the code of the backbone supports it.
         max_tokens: of an item, if other towers read longer ones; None: as many as those of any tower.
         packed_kernel: of packed texts on a GPU, by the name of `choose_flash_attention`.
+        vision: what computes the pictures of items; None: the model reads texts alone.
     """
 
     packs = True
     max_tokens: int | None = None
     packed_kernel: str | None = None
+    vision: VisionFamily | None = None
 
-    def __init__(self, backbone: PreTrainedModel, head: Head, *, has_layers: bool = True) -> None:
+    def __init__(
+        self, backbone: PreTrainedModel, head: Head, *, has_layers: bool = True, vision: VisionFamily | None = None
+    ) -> None:
         super().__init__()
         self.backbone = backbone
+        self.vision = vision
         self.output, self.has_layers = head, has_layers
         for name, module in head.modules.items():
             self.add_module(name, module)
@@ -201,10 +208,24 @@ class Encoder(nn.Module):
         use_flash_attention(self.packed_kernel)
         if self._computes is not None:
             return (self._computes(chunk),)
-        states = [hidden_states(self.backbone, chunk)]
+        states = [self.hidden_states(chunk)]
         if self.exits is not None and self.training:
             states += self.exits.pop()
         return tuple(part for hidden in states for part in self.output(hidden, chunk))
+
+    def hidden_states(self, chunk: Chunk) -> Tensor:
+        """The last hidden states of all tokens, [N, L, H], or [1, T, H] of packed texts; within a forward pass."""
+        return hidden_states(self.backbone, chunk, self.vision)
+
+    @property
+    def token_model(self) -> nn.Module:
+        """The module that computes tokens: the backbone, or the language model in it."""
+        return self.backbone if self.vision is None else self.vision.language_model(self.backbone)
+
+    @property
+    def vision_modules(self) -> list[nn.Module]:
+        """The modules that only passes with pictures compute."""
+        return [] if self.vision is None else self.vision.vision_modules(self.backbone)
 
     @contextlib.contextmanager
     def computing(self, other: Callable[[Chunk], Tensor]) -> Iterator[None]:
@@ -247,21 +268,32 @@ class TowerEncoder(Encoder):
         return parts
 
 
-def hidden_states(backbone: nn.Module, chunk: Chunk) -> Tensor:
+def hidden_states(backbone: PreTrainedModel, chunk: Chunk, vision: VisionFamily | None = None) -> Tensor:
     """The last hidden states of all tokens, [N, L, H], or [1, T, H] of packed texts."""
-    token_types = {} if chunk.types is None else {"token_type_ids": chunk.types}
+    model: nn.Module = backbone
+    inputs: dict[str, Any] = {"input_ids": chunk.ids}
+    positions, first = None, first_position(backbone)
+    if vision is not None:
+        model, first = vision.language_model(backbone), vision.first_position
+        if chunk.pictures is not None:
+            inputs, positions = embed_pictures(backbone, vision, chunk), chunk.pictures.positions
+    if chunk.types is not None:
+        inputs["token_type_ids"] = chunk.types
     if chunk.packing is None:
+        if positions is None and vision is not None and first:
+            positions = torch.arange(first, first + chunk.ids.shape[1], device=chunk.ids.device)[None]
+        if positions is not None:
+            inputs["position_ids"] = positions
         # Without a mask some models fail (custom code), others search the position ids for packed texts.
         with known_padding(chunk.has_padding):
-            hidden: Tensor = backbone(input_ids=chunk.ids, attention_mask=chunk.mask, **token_types).last_hidden_state
+            hidden: Tensor = model(attention_mask=chunk.mask, **inputs).last_hidden_state
         return hidden
     # Transformers passes a mask of four dimensions on unchanged, so it creates none.
-    return backbone(  # type: ignore[no-any-return]
-        input_ids=chunk.ids,
+    return model(  # type: ignore[no-any-return]
         attention_mask=chunk.ids.new_ones((1, 1, 1, 1)),
-        position_ids=chunk.packing.positions + first_position(backbone),
+        position_ids=chunk.packing.positions + first if positions is None else positions,
         packing=chunk.packing,
-        **token_types,
+        **inputs,
     ).last_hidden_state
 
 

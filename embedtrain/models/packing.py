@@ -43,6 +43,7 @@ from embedtrain.models.attention import (
     without_reads,
 )
 from embedtrain.models.encoder import Encoder, PooledHead, hidden_size, prepare_backbone
+from embedtrain.models.vision_language import VISION_ATTENTION
 from embedtrain.utils.formatting import one_line
 
 NAME = "embedtrain_packed"
@@ -95,16 +96,22 @@ class PackingCheck:
 
 
 def enable_packing(encoder: Encoder) -> None:
-    """Make the encoder's backbone accept packed texts besides padded ones."""
-    for config in _configs(encoder):
-        config._attn_implementation = NAME
+    """Make the encoder's backbone accept packed texts besides padded ones; a vision tower stays as it is."""
+    _set_attention(encoder, NAME)
 
 
 def disable_packing(encoder: Encoder) -> None:
     """Undo `enable_packing`."""
-    for config in _configs(encoder):
-        config._attn_implementation = "sdpa"
+    _set_attention(encoder, "sdpa")
     set_packed_kernel(encoder, None)
+
+
+def _set_attention(encoder: Encoder, name: str) -> None:
+    for config in _configs(encoder):
+        config._attn_implementation = name
+    for tower in encoder.towers.values():
+        if tower.vision is not None:  # whose configuration is a part of the backbone's
+            tower.vision.set_attention(tower.backbone)
 
 
 def set_packed_kernel(encoder: Encoder, name: str | None) -> None:
@@ -130,7 +137,7 @@ def check_packing(encoder: Encoder, *, precision: Precision, capability: tuple[i
     limit = packing_limit(precision, capability)
     if limit is not None:
         return PackingCheck(limit)
-    if {config._attn_implementation for config in _configs(encoder)} - {"sdpa", NAME}:
+    if {config._attn_implementation for config in _configs(encoder)} - {"sdpa", NAME, VISION_ATTENTION}:
         return PackingCheck(_OWN_ATTENTION)
     sizes, dropouts = list[int](), list[float]()
 
@@ -526,5 +533,24 @@ def _window_mask(length: int, reach: int, causal: bool, device: torch.device) ->
     return (distance <= reach) & (distance >= (0 if causal else -reach))
 
 
+def _vision_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    cu_seq_lens_q: Packing,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`packed_attention` of the patches of several pictures; where the class has their boundaries, it has a packing."""
+    return packed_attention(
+        module, query, key, value, None, packing=cu_seq_lens_q, dropout=dropout, scaling=scaling, is_causal=False
+    )
+
+
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(VISION_ATTENTION, _vision_attention)
 AttentionMaskInterface.register(NAME, without_reads(sdpa_mask))

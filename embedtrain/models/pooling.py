@@ -72,9 +72,9 @@ class PooledTokens:
         if weights is None:
             assert self.packing is not None
             counts: Tensor = self.packing.starts.long().diff()
-            return self.sum(values.float()) / _like(counts.float(), values)
+            return self.sum(at_least_float32(values)) / _like(counts.float(), values)
         weights = _like(weights, values).float()
-        return self.sum(values.float() * weights) / self.sum(weights).clamp(min=1.0)
+        return self.sum(at_least_float32(values) * weights) / self.sum(weights).clamp(min=1.0)
 
     def max(self, values: Tensor) -> Tensor:
         """The maximum over the tokens that count."""
@@ -116,6 +116,11 @@ class PooledTokens:
         return _take(hidden, (self.pooled * positions).argmax(dim=1))
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """The values in float32; float64 stays."""
+    return values if values.dtype is torch.float64 else values.float()
+
+
 PoolingFunction: TypeAlias = Callable[[Tensor, PooledTokens], Tensor]
 
 
@@ -138,16 +143,22 @@ class PoolingMode:
 
 POOLING = {
     Pooling.cls: PoolingMode(
-        lambda hidden, tokens: tokens.first(hidden).float(), "first token", "cls", "pooling_mode_cls_token"
+        lambda hidden, tokens: at_least_float32(tokens.first(hidden)), "first token", "cls", "pooling_mode_cls_token"
     ),
     Pooling.mean: PoolingMode(
         lambda hidden, tokens: tokens.mean(hidden), "mean of the tokens", "mean", "pooling_mode_mean_tokens"
     ),
     Pooling.last: PoolingMode(
-        lambda hidden, tokens: tokens.last(hidden).float(), "last token", "lasttoken", "pooling_mode_lasttoken"
+        lambda hidden, tokens: at_least_float32(tokens.last(hidden)),
+        "last token",
+        "lasttoken",
+        "pooling_mode_lasttoken",
     ),
     Pooling.max: PoolingMode(
-        lambda hidden, tokens: tokens.max(hidden.float()), "maximum of the tokens", "max", "pooling_mode_max_tokens"
+        lambda hidden, tokens: tokens.max(at_least_float32(hidden)),
+        "maximum of the tokens",
+        "max",
+        "pooling_mode_max_tokens",
     ),
     Pooling.weighted_mean: PoolingMode(
         lambda hidden, tokens: tokens.mean(hidden, tokens.numbers()),

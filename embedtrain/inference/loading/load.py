@@ -57,7 +57,7 @@ from embedtrain.models.attention import (
 from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.blocks import find_blocks, fuse, fused_classes, kernel_error, liger_kernels
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
-from embedtrain.models.encoder import Encoder, has_token_types, hidden_states
+from embedtrain.models.encoder import Encoder, has_token_types
 from embedtrain.models.packing import (
     PackingCheck,
     check_packing,
@@ -539,14 +539,14 @@ def _mismatch_of_tower(
     """Why packed texts have other vectors than padded ones in a tower of the encoder. A collective."""
     config, training = tower.backbone.config, encoder.training
     assert isinstance(config, PretrainedConfig)
-    head, backbone = tower.output, tower.backbone
+    head = tower.output
 
     def computed(chunk: Chunk) -> tuple[Tensor, ...]:
         parts: tuple[Tensor, ...] = encoder(chunk.replaced(tower=number))
         return parts
 
     encoder.eval()
-    with tower.computing(lambda chunk: head.compared(hidden_states(backbone, chunk), chunk)):
+    with tower.computing(lambda chunk: head.compared(tower.hidden_states(chunk), chunk)):
         mismatch = packing_mismatch(
             computed,
             config,

@@ -129,7 +129,7 @@ class PoolingMode:
     """A pooling mode without weights.
 
     Attributes:
-        pool: hidden states of tokens, [N, L, H] or [T, H], to float32 [N, H].
+        pool: hidden states of tokens, [N, L, H] or [T, H], to [N, H] of at least float32.
         summary: for the user.
         stored: its name in sentence-transformers' config.json.
         flag: the same, true in files of its older versions.

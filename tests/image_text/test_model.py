@@ -1,7 +1,9 @@
 """The encoder of texts and pictures: the vectors of transformers' classes, chunks, weights, and what it refuses."""
 
 import copy
+import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,11 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer
 
 from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.losses import InfoNCEConfig, LossDirection, PartitionMode, SigLIPConfig
+from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ExportConfig, LoraConfig, Precision
 from embedtrain.data.images.files import PICTURES, Place
 from embedtrain.data.images.item import Picture, pictures_of
@@ -30,6 +34,7 @@ from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, locate_weights
 from embedtrain.models.packing import check_packing, enable_packing
 from embedtrain.planning.model_costs import model_spec
+from embedtrain.training.optimizer import trained_parameters
 from tests.image_text.models import DIMENSION, NAMES, image_text, picture_item, save_image_text, save_parts
 from tests.losses.global_batch import GlobalVectors, vectors
 from tests.small import model_options, text
@@ -98,6 +103,51 @@ def test_vectors_are_those_of_the_class(folder, name):
     shapes = {name: tensor.shape for name, tensor in build_encoder(source).state_dict().items()}
     located = locate_weights(source, shapes)
     assert located is None if name == "pair" else located.keys() == shapes.keys(), "ViT's files have older names"
+
+
+def test_directories_of_earlier_years(folder, tmp_path):
+    """OpenAI's CLIP: another number of the end, settings of pictures under other names, and no processor's file."""
+    shutil.copytree(folder / "clip", tmp_path / "clip")
+    path = tmp_path / "clip" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["eos_token_id"] = 2
+    path.write_text(json.dumps(config))
+    (tmp_path / "clip" / "processor_config.json").unlink()
+    settings = {"feature_extractor_type": "CLIPFeatureExtractor", "size": 32, "crop_size": 32, "do_center_crop": True}
+    (tmp_path / "clip" / "preprocessor_config.json").write_text(json.dumps(settings))
+    source, encoder, tokenizer = opened(tmp_path / "clip")
+    items = [*TEXTS, picture_item(folder, 1)]
+    tokens = tokenizer.tokens(items)
+    with torch.no_grad():
+        vectors = torch.cat([encoder(tokenizer.chunk(tokens, [row]))[0] for row in range(len(items))])
+    torch.testing.assert_close(vectors, of_class(tmp_path / "clip", items), rtol=1e-5, atol=1e-5)
+    write_architecture(tmp_path / "out", source, tokenizer)
+    written = json.loads((tmp_path / "out" / "processor_config.json").read_text())
+    assert written["image_processor"]["image_processor_type"] == "CLIPImageProcessor"
+    assert written["processor_class"] == "CLIPProcessor"
+
+
+def test_opens_what_sentence_transformers_wrote(folder, tmp_path):
+    """Without the module Normalize, vectors keep their lengths."""
+    theirs = SentenceTransformer(str(folder / "clip"), device="cpu")
+    theirs.save_pretrained(str(tmp_path))
+    source, encoder, tokenizer = opened(tmp_path)
+    assert kind_of_files(tmp_path)[0].name == "image_text" and not source.vectors.normalize
+    files = source.kind.files
+    expected = files.of_sentence_transformers(tmp_path, source, source.prompts, tokenizer.max_length)
+    ours = files.probe(encoder, tokenizer, source.prompts, torch.device("cpu"))
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rates_decay_by_the_layers_of_each_tower(folder):
+    encoder = build_encoder(open_model_source(image_text(folder / "clip")))
+    optim = OptimConfig(lr=1.0, layer_decay=0.5)
+    factors = {item.name: item.settings.lr_factor for item in trained_parameters(encoder, optim)}
+    for tower, first in (("text", "embeddings.token_embedding.weight"), ("image", "pre_layrnorm.weight")):
+        assert factors[f"{tower}.backbone.{first}"] == 0.125
+        assert factors[f"{tower}.backbone.encoder.layers.0.mlp.fc1.weight"] == 0.25
+        assert factors[f"{tower}.backbone.encoder.layers.1.mlp.fc1.weight"] == 0.5
+        assert factors[f"{tower}.projection.weight"] == 1
 
 
 def test_chunks_of_patches_know_their_grids(folder):

@@ -142,7 +142,9 @@ class ImageTower(Encoder):
         else:
             values = self.processing.normalised(pixels, dtype)
         with known_padding(chunk.has_padding):
-            pooled: Tensor = self.backbone(pixel_values=values, **options).pooler_output
+            pooled: Tensor | None = self.backbone(pixel_values=values, **options).pooler_output
+        if pooled is None:
+            raise ModelError(f"{type(self.backbone).__name__} has no pooler, and so no vector of a picture")
         return pooled.flatten(1)
 
 

@@ -20,7 +20,7 @@ from embedtrain.distributed.world import World
 from embedtrain.formats.source import open_model_source
 from embedtrain.training.train import train
 from tests.conftest import ROOT
-from tests.image_text.models import picture_item, save_image_text
+from tests.image_text.models import row_value, save_image_text
 from tests.image_text.test_run import run as run_with_pictures
 from tests.marks import slow_but
 from tests.small import batch, save_language_model, save_small, small_model, small_tokenizer, text, write_rows
@@ -308,7 +308,7 @@ def test_sparse_recipes_train(ranks, tmp_path, name):
 def test_a_small_model_of_texts_and_pictures_trains(ranks, tmp_path, name):
     """As it is, bf16 and strategy auto included, but for the sizes of model and batch and the number of steps."""
     model = save_image_text(IMAGE_TEXT[name], tmp_path)
-    rows = [{"query": text(i, 2 + i % 5), "pos": [picture_item(tmp_path, i)]} for i in range(16)]
+    rows = [{"query": text(i, 2 + i % 5), "pos": [row_value(tmp_path, i)]} for i in range(16)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [
         f"recipe={name}", f"model.path={model}", f"data.train=[{tmp_path / 'train.jsonl'}]", "parallel.precision=bf16",

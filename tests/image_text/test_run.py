@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModel
 from embedtrain.config.kinds import kind_of_files
 from embedtrain.distributed.world import World
 from tests.commands import call
-from tests.image_text.models import picture_item, save_image_text, save_parts
+from tests.image_text.models import picture_item, row_value, save_image_text, save_parts
 from tests.runs import evaluation_metrics, losses, rewind_run, run_without_base
 from tests.small import text
 
@@ -32,8 +33,8 @@ def inputs(tmp_path_factory):
         save_image_text(name, folder)
     save_parts(folder)
 
-    def picture(seed: int) -> str:
-        return picture_item(folder, seed)
+    def picture(seed: int) -> Any:
+        return row_value(folder, seed)
 
     rows = [{"query": text(i, 2 + i % 7), "pos": [picture(i)]} for i in range(24)]
     rows += [{"query": picture(i), "pos": [text(i, 2 + i % 7)], "neg": [text(50 + i, 4)]} for i in range(3)]

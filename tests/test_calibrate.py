@@ -83,7 +83,9 @@ def test_the_head_is_that_of_numpy_and_every_library_applies_it(ranks, tmp_path)
     assert ranges[8].low.numpy() == pytest.approx(short.min(0), abs=1e-5)
     assert ranges[8].high.numpy() == pytest.approx(short.max(0), abs=1e-5)
     content = json.loads((tmp_path / "pca1" / QUANTISATION_FILE).read_text())["ranges"]["8"]
-    codes = quantize_embeddings(short, "int8", ranges=np.array([content["min"], content["max"]]))
+    # In float32, as from sentence-transformers 6.2 on.
+    stored = np.array([content["min"], content["max"]], dtype=np.float32)
+    codes = quantize_embeddings(short, "int8", ranges=stored)
     assert (Quantiser(VectorPrecision.int8, ranges[8]).encode(torch.from_numpy(short)).numpy() == codes).all()
 
 

@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import sentence_transformers
+from packaging.version import Version
 from sentence_transformers import SparseEncoder
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.errors import ConfigError
+from embedtrain.kinds.sparse import files
+from tests.ranks import RankFailed
 from tests.runs import losses, metric_rows, rewind_run, run_without_base
 from tests.small import save_language_model, small_model, text, write_beir, write_rows
 from tests.test_run_losses import BASE as OPTIONS
@@ -61,6 +65,10 @@ def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
     assert [row["ndcg@10"] for row in first] == pytest.approx([row["ndcg@10"] for row in second], rel=1e-3)
 
 
+@pytest.mark.skipif(
+    Version(sentence_transformers.__version__) < Version("6.2"),
+    reason="sentence-transformers computes the logits of all tokens of a decoder from 6.2 on",
+)
 def test_decoders_are_exported(ranks, inputs, tmp_path):
     """Sentence-transformers opens the causal language model with the same weights of words, which the run compares.
 
@@ -71,6 +79,23 @@ def test_decoders_are_exported(ranks, inputs, tmp_path):
     assert "reopening it with sentence-transformers" in output
     config = json.loads((tmp_path / "run/model/config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def run_with_sentence_transformers(world, version, *arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "version", lambda _: version)
+        return run(world, *arguments)
+
+
+def test_decoders_are_not_checked_by_versions_that_read_the_last_token(ranks, inputs, tmp_path):
+    """The run ends before its first step; masked language models, and runs without the check, need no new version."""
+    arguments = options(inputs, tmp_path / "run", "train.steps=1", model="qwen3")
+    with pytest.raises(RankFailed, match=r"sentence-transformers 6\.1\.0 .*: install 6\.2 .*export\.check=false"):
+        ranks(1, run_with_sentence_transformers, "6.1.0", *arguments)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    ranks(1, run_with_sentence_transformers, "6.1.0", *arguments, "export.check=false")
+    masked = options(inputs, tmp_path / "masked", "train.steps=1")
+    ranks(1, run_with_sentence_transformers, "6.1.0", *masked)
 
 
 @pytest.mark.parametrize(

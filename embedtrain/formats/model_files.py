@@ -219,6 +219,9 @@ class ModelFiles(ABC):
         assert source.directory is not None
         return self.probe_opened(encoder, source, open_tokenizer(source.directory, source))
 
+    def require_check(self, source: ModelSource) -> None:  # noqa: B027 - most need none
+        """Raise a ConfigError if an installed library is too old to compute the outputs of an export of `source`."""
+
     def require_logit_score(self, base: ModelSource, architecture: Path) -> None:
         """Raise a ConfigError if the format `logit_score` is not for this model; `base` is the one that was trained."""
         raise ConfigError(_NO_LOGIT_SCORE)

@@ -332,8 +332,10 @@ def open_tracker(run: Run, model: LoadedModel, state: TrainState, *, has_finishe
             # Deleted first: any other file in it would be exported, and read by the libraries that open the export.
             remove_tree(run_dir.architecture)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)
+            files = model.source.kind.files
+            if recipe.export.check:
+                files.require_check(model.source)
             if LOGIT_SCORE in recipe.export.formats:
-                files = model.source.kind.files
                 files.require_logit_score(model.source, run_dir.architecture)
             write_checksums(run_dir.architecture)
             if model.adapted is not None:

@@ -4,10 +4,12 @@ Static queries are a Router of sentence-transformers, and `idf.json` for OpenSea
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
@@ -15,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from embedtrain.config.kind_settings import SparseActivation, SparsePooling, WordWeights
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, TextRole
-from embedtrain.errors import CheckpointError
+from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.model_files import (
     LOGITS,
     VECTORS,
@@ -52,6 +54,8 @@ from embedtrain.utils.files import write_json
 SPLADE_FOLDER, _ROUTED_SPLADE_FOLDER = "1_SpladePooling", "document_1_SpladePooling"
 _POOLING = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
 _ROUTER = "sentence_transformers.base.modules.router.Router"
+# The first version that reads how many tokens of a text a causal language model computes the logits of.
+_READS_LOGITS_TO_KEEP = "6.2"
 _STATIC_EMBEDDING = "sentence_transformers.sparse_encoder.modules.sparse_static_embedding.SparseStaticEmbedding"
 
 
@@ -131,6 +135,16 @@ class SparseFiles(ModelFiles):
                 rows.append(weights.amax(dim=0) if source.settings.pooling is SparsePooling.max else weights.sum(dim=0))
         return torch.stack([*rows, *_looked_up(directory, source)])
 
+    def require_check(self, source: ModelSource) -> None:
+        """Decoders need a version of sentence-transformers that computes the logits of all tokens."""
+        installed = version("sentence-transformers")
+        if not is_masked(source.config) and Version(installed) < Version(_READS_LOGITS_TO_KEEP):
+            raise ConfigError(
+                f"sentence-transformers {installed} computes the weights of words of a causal language model from the "
+                f"last token alone, so that an export cannot be checked: install {_READS_LOGITS_TO_KEEP} or newer, or "
+                "write export.check=false (check=false for the command export)"
+            )
+
     def of_sentence_transformers(
         self,
         directory: Path,
@@ -139,6 +153,7 @@ class SparseFiles(ModelFiles):
         max_length: int,
     ) -> Tensor:
         """Weights of words of SparseEncoder; prompts are compared."""
+        self.require_check(source)
         options = {"prompt": "", "batch_size": BATCH_SIZE, "show_progress_bar": False}
         options |= {"convert_to_tensor": True, "convert_to_sparse_tensor": False}
         with opening(directory):
@@ -241,7 +256,7 @@ def _write_settings(directory: Path, source: ModelSource, tokenizer: TextTokeniz
             "module_output_name": "token_embeddings",
             "max_seq_length": tokenizer.max_length,
         }
-        # By default, sentence-transformers computes the logits of the last token only.
+        # By default, sentence-transformers computes the logits of the last token only; before 6.2 always.
         | ({} if is_masked(source.config) else {"processing_kwargs": {"text": {"logits_to_keep": 0}}}),
     )
     write_json(

@@ -118,6 +118,8 @@ class _WordTile(DocumentTile):
         starts, words, weights = (part.to(device) for part in parts)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+            # torch 2.11 warns in spite of the argument.
+            warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly", category=UserWarning)
             self._matrix = torch.sparse_csr_tensor(
                 starts, words, weights, (len(rows), rows.num_words), check_invariants=False
             )

@@ -14,6 +14,7 @@ import transformers
 from PIL import Image
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.losses import InfoNCEConfig, LossDirection, PartitionMode, SigLIPConfig
@@ -63,7 +64,7 @@ def of_class(directory: Path, items: list[str]) -> torch.Tensor:
     """The vectors of transformers' class, tokenizer and image processor, each item alone."""
     model = transformers.AutoModel.from_pretrained(directory).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    processor = transformers.AutoImageProcessor.from_pretrained(directory)
+    processor = AutoImageProcessor.from_pretrained(directory)
     is_padded = "siglip" in directory.name
     rows = []
     with torch.no_grad():

@@ -12,7 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoModel
+from transformers import AutoModel
+
+# Under the name `transformers.AutoImageProcessor`, version 5.17 has one that cannot be used without torchvision.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from embedtrain.config.recipe import ExportConfig
 from embedtrain.data.images.files import pillow

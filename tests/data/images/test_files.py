@@ -309,7 +309,7 @@ def test_transparent_pixels_are_those_of_transformers(tmp_path: Path) -> None:
     """Of its image processors, which composite on white in 5.23, and drop transparency in 5.17."""
     transforms = pytest.importorskip("transformers.image_transforms")
     if "return_numpy" not in inspect.signature(transforms.convert_to_rgb).parameters:
-        pytest.skip("this transformers drops transparency")
+        pytest.skip("transformers 5.17 drops transparency")
     image = Image.fromarray(RNG.integers(0, 256, (40, 60, 4), dtype=np.uint8))
     content = encoded(image, "PNG")
     expected = transforms.convert_to_rgb(Image.open(io.BytesIO(content)), return_numpy=True)

@@ -54,6 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "modernvbert": {
         "text_config": _TEXT | {
             "model_type": "modernbert", "num_hidden_layers": 4, "local_attention": 6, "global_attn_every_n_layers": 2,
+            "cls_token_id": 1, "sep_token_id": 2,
         },
         "vision_config": _SIGLIP | {"model_type": "siglip_vision_model"}, "image_token_id": IMAGE,
         "pixel_shuffle_factor": 2,
@@ -187,3 +188,25 @@ def class_hidden(architecture: str, model: PreTrainedModel, item: Item) -> Tenso
     if architecture in QWEN:
         model.rope_deltas = None
     return model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def class_features(architecture: str, encoder: Encoder, chunk: Chunk) -> Tensor:
+    """The last hidden state [H] of the item of a packed chunk, by the encoder's class as transformers calls it."""
+    assert encoder.vision is not None
+    inputs: dict[str, Any] = {}
+    if chunk.pictures is not None:
+        pixels = encoder.vision.to_pixels(chunk.decoded).to(encoder.backbone.dtype)
+        if architecture in QWEN:
+            is_image = (chunk.ids == IMAGE).long()
+            inputs = {"pixel_values": pixels, "image_grid_thw": chunk.pictures.inputs["grid_thw"]}
+            inputs["mm_token_type_ids"] = is_image
+        else:
+            inputs["pixel_values"] = pixels if architecture == "paligemma" else pixels[None]
+    backbone = encoder.backbone
+    if architecture in QWEN:
+        backbone.rope_deltas = None
+    backbone.config._attn_implementation = "sdpa"
+    if architecture == "qwen3_vl":  # the class's own way of adding rows
+        language: Any = encoder.token_model
+        vars(language).pop("_deepstack_process", None)
+    return backbone(input_ids=chunk.ids, attention_mask=torch.ones_like(chunk.ids), **inputs).last_hidden_state[0, -1]  # type: ignore[no-any-return]

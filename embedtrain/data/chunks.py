@@ -44,6 +44,11 @@ class ChunkPlan:
         chunks = [column[start:stop] for start, stop in pairwise(self.bounds)]
         return [chunk[chunk >= 0] for chunk in chunks]
 
+    def has_any(self, has: NDArray[np.bool_]) -> list[bool]:
+        """Whether each chunk has, on any rank, a text for which `has`, bool [T], is true."""
+        found = (self.texts >= 0) & has[self.texts] if has.size else np.zeros(self.texts.shape, dtype=np.bool_)
+        return [bool(found[start:stop].any()) for start, stop in pairwise(self.bounds)]
+
     def max_tokens_per_chunk(self, lengths: NDArray[np.int64], *, packed: bool) -> list[int]:
         """The largest number of tokens of each chunk on any rank, including padding, given the tokens of each text."""
         sizes = np.where(self.texts >= 0, lengths[self.texts], 0)

@@ -332,11 +332,17 @@ class Layout:
         """What the encoder takes of texts besides their tokens, such as the pixels of images, as `Chunk.decoded`.
 
         Called in the thread that prepares a batch, for all chunks of a rank's batch of training: what it returns is in
-        host memory until the step, and on the device during the step. Which modules of the encoder compute a chunk
-        must not depend on what the chunk has: a rank without images computes empty ones, because other ranks may have
-        some.
+        host memory until the step, and on the device during the step.
         """
         return {}
+
+    def with_further(self, chunk: Chunk) -> Chunk:
+        """A chunk for a pass in which the chunk of some rank has further costs.
+
+        Which modules of the encoder compute a pass is the same on all ranks: a rank without pictures computes an empty
+        one in the passes in which others have some.
+        """
+        return chunk
 
     def further(self, lengths: NDArray[np.int64], tokens: Callable[[NDArray[np.int64]], Tokens]) -> FurtherCosts | None:
         """`further_costs` of all inputs with their limits; None without limits. `tokens` gives those of some."""

@@ -79,6 +79,8 @@ class ParallelLayout:
 # Number of elements from which a token embedding is an FSDP group: as part of the root it would stay unsharded for the
 # whole step, as would its gradient (XLM-R: 192 million elements).
 LARGE_EMBEDDING = 2**24
+# Weights below which a frozen vision tower is replicated: 2 GB in bf16.
+_MAX_REPLICATED = 10**9
 # FSDP groups that keep their unsharded weights after a forward pass (reshard_after_forward=false); FSDP has no getter.
 _KEEP_UNSHARDED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 # Hooks of `_guard_direct_calls`, by encoder.
@@ -123,14 +125,26 @@ def shard_encoder(
     # With one shard there is nothing to free, and gathering again would only copy.
     reshard_blocks = layout.shard > 1 and layout.reshard_after_forward
     towers = towers_of(encoder)
+    vision = [module for tower in towers for module in getattr(tower, "vision_modules", ())]
+    replicated = replicated_weights(vision)
+    in_vision = {id(part) for module in vision for part in module.modules()}
+    # What a vision tower gets is of the types that it computes in; weights of interpolation stay in float32.
+    vision_policy = dataclasses.replace(policy, cast_forward_inputs=False)
+    if replicated:
+        blocks = [block for block in blocks if id(block) not in in_vision]
+        vision = []
     embeddings = [found for tower in towers if (found := large_embedding(tower)) is not None and layout.shard > 1]
     for part in (*blocks, *embeddings):
-        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_blocks)
+        own = vision_policy if id(part) in in_vision else policy
+        fully_shard(part, mesh=mesh, mp_policy=own, offload_policy=offload, reshard_after_forward=reshard_blocks)
         if not layout.reshard_after_forward:
             _KEEP_UNSHARDED.add(part)
     for embedding in embeddings:
         assert isinstance(embedding, FSDPModule)
         embedding.set_unshard_in_backward(False)  # the gradient of a lookup only needs the ids
+    for part in vision:  # a group of its own, which passes without pictures do not gather
+        fully_shard(part, mesh=mesh, mp_policy=vision_policy, offload_policy=offload, reshard_after_forward=False)
+        _KEEP_UNSHARDED.add(part)
     for tower in towers:
         head = getattr(tower, "float32_head", None)
         if head is not None:
@@ -143,9 +157,23 @@ def shard_encoder(
             )
             _KEEP_UNSHARDED.add(head)
         if tower is not encoder:
-            fully_shard(tower, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+            fully_shard(
+                tower,
+                mesh=mesh,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=False,
+                ignored_params=replicated,
+            )
             _KEEP_UNSHARDED.add(tower)
-    fully_shard(encoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(
+        encoder,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        reshard_after_forward=False,
+        ignored_params=replicated,
+    )
     storage = torch.device("cpu") if layout.cpu_offload else device
     encoder._apply(lambda t: torch.empty_like(t, device=storage) if t.is_meta else t.to(device))
     _BLOCKS.update(blocks)
@@ -155,6 +183,13 @@ def shard_encoder(
 def towers_of(encoder: nn.Module) -> list[nn.Module]:
     """The parts of an encoder of which a pass computes one, each an FSDP group besides its blocks."""
     return list(getattr(encoder, "towers", {"": encoder}).values())
+
+
+def replicated_weights(vision: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """The weights of a frozen vision tower, which every rank has in full if they are few: it needs no collective."""
+    weights = {parameter for module in vision for parameter in module.parameters()}
+    is_frozen = not any(parameter.requires_grad for parameter in weights)
+    return weights if is_frozen and sum(weight.numel() for weight in weights) < _MAX_REPLICATED else set()
 
 
 def large_embedding(encoder: nn.Module) -> nn.Embedding | None:

@@ -120,7 +120,7 @@ class SentenceEncoder:
         self.truncate_dim = truncate_dim
         self.precision = precision
         self.score = score or Cosine()
-        self._dummies: dict[int, Chunk] = {}  # made when they are needed
+        self._dummies: dict[tuple[int, bool], Chunk] = {}  # made when they are needed
         self.progress: ProgressCallback = lambda _description, _done, _total: None  # called after each block
 
     @classmethod
@@ -270,7 +270,7 @@ class SentenceEncoder:
                 return
         num_done = len(plan) - len(remaining)
         remaining = plan.dealt(remaining, world.size)
-        with self._unsharded(plan.towers), contextlib.closing(self._prepared(work, remaining)) as prepared:
+        with self._unsharded(plan.kinds), contextlib.closing(self._prepared(work, remaining)) as prepared:
             launched: _Block | None = None
             # At least one pass even without texts: only a forward pass shows the number of dimensions.
             size = world.size * min(CHUNKS_PER_BLOCK, self.score.max_chunks_per_block)
@@ -312,8 +312,8 @@ class SentenceEncoder:
 
     def _launch(self, work: _Work, chunks: Sequence[Chunk], block: Sequence[int], num_done: int) -> _Block:
         """Launch the forward passes of this rank's part of `block`. Reads nothing from the device."""
-        towers = work.plan.towers
-        passes = [towers[max(0, number)] for number in block[:: self.world.size]]  # rank 0 has a chunk in each
+        kinds = work.plan.kinds
+        passes = [kinds[max(0, number)] for number in block[:: self.world.size]]  # rank 0 has a chunk in each
         local_chunks = [number for number in self._local(block) if number >= 0]
         vectors = self._encode_block(chunks, passes, [number >= 0 for number in self._local(block)])
         distinct = [work.plan.chunk(number) for number in local_chunks]
@@ -349,32 +349,37 @@ class SentenceEncoder:
         self.progress(work.label, block.num_done, len(work.plan))
         return stored if work.mapped else block.vectors, block.distinct
 
-    def _encode_block(self, chunks: Sequence[Chunk], towers: Sequence[int], has_chunk: Sequence[bool]) -> Part:
+    def _encode_block(
+        self, chunks: Sequence[Chunk], passes: Sequence[tuple[int, bool]], has_chunk: Sequence[bool]
+    ) -> Part:
         """One forward pass per chunk of this rank, and dummy passes while other ranks have more.
 
-        `towers` has the tower of each pass, and `has_chunk` whether this rank has a chunk for it.
+        `passes` has the kind of each pass (`EncodingPlan.kinds`), and `has_chunk` whether this rank has a chunk for it.
         """
         remaining = iter(chunks)
         with eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
             vectors = list[Part]()
-            for tower, is_chunk in zip(towers, has_chunk, strict=True):
+            for kind, is_chunk in zip(passes, has_chunk, strict=True):
                 if is_chunk:
                     vectors.append(self._forward(next(remaining)))
                 # With gathered weights, ranks do not wait for each other; one pass is still needed to know D.
                 elif self.unshard is Unshard.layer or not chunks:
-                    vectors.append(self._forward(self._dummy(tower)).slice(0, 0))
+                    vectors.append(self._forward(self._dummy(*kind)).slice(0, 0))
             return concatenate(vectors)
 
-    def _dummy(self, tower: int) -> Chunk:
-        if tower not in self._dummies:
-            self._dummies[tower] = pinned(self.tokenizer.dummy(tower), self.world.device)
-        return self._dummies[tower]
+    def _dummy(self, tower: int, has_further: bool) -> Chunk:
+        kind = tower, has_further
+        if kind not in self._dummies:
+            dummy = self.tokenizer.dummy(tower)
+            dummy = self.tokenizer.layout.with_further(dummy) if has_further else dummy
+            self._dummies[kind] = pinned(dummy, self.world.device)
+        return self._dummies[kind]
 
-    def _unsharded(self, towers: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Gather all weights of these towers, if that is configured."""
+    def _unsharded(self, kinds: Sequence[tuple[int, bool]]) -> contextlib.AbstractContextManager[None]:
+        """Gather all weights of the modules that compute chunks of these kinds, if that is configured."""
         if self.unshard is Unshard.layer:
             return contextlib.nullcontext()
-        passes = list(dict.fromkeys(towers))
+        passes = list(dict.fromkeys(kinds))
         return unsharded_weights(self.encoder, lambda: self._encode_block([], passes, [False] * len(passes)))
 
     def _forward(self, chunk: Chunk) -> Part:

@@ -115,6 +115,7 @@ class EncodingPlan:
     chunk_tokens: int  # maximum number of tokens of a chunk, including padding (a longer text has its own chunk)
     tokenized: TokenizedTexts | None  # every W-th text, from text `rank` on; None, on every rank, for a large set
     towers: Sequence[int]  # of each chunk; of an empty set, the tower that would encode its texts
+    have_further: Sequence[bool]  # whether texts of each chunk have further costs, such as pictures
 
     def __len__(self) -> int:
         return len(self.cuts) - 1
@@ -123,14 +124,19 @@ class EncodingPlan:
         """The distinct texts of a chunk."""
         return self.order[self.cuts[number] : self.cuts[number + 1]].astype(np.int64)
 
-    def dealt(self, chunks: Sequence[int], size: int) -> list[int]:
-        """Chunks in the order in which `size` ranks take them in turn, so that they compute one tower at a time.
+    @property
+    def kinds(self) -> list[tuple[int, bool]]:
+        """What decides which modules compute a chunk: its tower, and whether its texts have further costs."""
+        return list(zip(self.towers, self.have_further, strict=True))
 
-        -1 stands for no chunk, where ranks have none left of a tower.
+    def dealt(self, chunks: Sequence[int], size: int) -> list[int]:
+        """Chunks in the order in which `size` ranks take them in turn, so that they compute the same modules at a time.
+
+        -1 stands for no chunk, where ranks have none left of a kind.
         """
         out: list[int] = []
-        for tower in dict.fromkeys(self.towers):
-            out += [number for number in chunks if self.towers[number] == tower]
+        for kind in dict.fromkeys(self.kinds):
+            out += [number for number in chunks if self.kinds[number] == kind]
             out += [-1] * (-len(out) % size)
         return out
 
@@ -215,7 +221,10 @@ def plan_encoding(
         towers = [_tower_of_role(tokenizer, texts.role)] * max(1, len(cuts) - 1)
     else:
         towers = costs.towers[order[cuts[:-1]]].tolist() or [0]
-    return EncodingPlan(first, occurrences, starts, order, cuts, limit, tokenized, towers)
+    have_further = [False] * len(towers)
+    if tokenizer.layout.further_limits and len(order):
+        have_further = further.has_any[order[cuts[:-1]]].tolist()  # those that have any share no chunk with others
+    return EncodingPlan(first, occurrences, starts, order, cuts, limit, tokenized, towers, have_further)
 
 
 def _tower_of_role(tokenizer: TextTokenizer, role: TextRole) -> int:

@@ -285,12 +285,14 @@ def without_adapters(encoder: nn.Module) -> Iterator[None]:
 
 def _peft_config(encoder: Encoder, lora: LoraConfig) -> peft.LoraConfig:
     assert lora.rank is not None
+    # All linear layers are those of the language model, if there is one beside a vision tower.
+    named = encoder.token_model if ALL_LINEAR in lora.targets else encoder.backbone
     return peft.LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=target_layers(encoder.backbone, lora.targets),
-        exclude_modules=_read_layers(encoder.backbone) or None,
+        target_modules=target_layers(named, lora.targets),
+        exclude_modules=_read_layers(encoder.backbone) + _vision_layers(encoder, lora.targets) or None,
         task_type="FEATURE_EXTRACTION",
     )
 
@@ -403,6 +405,29 @@ def target_layers(backbone: nn.Module, targets: str | list[str]) -> list[str]:
 def _read_layers(backbone: nn.Module) -> list[str]:
     """Linear layers whose weights are read by another module and which are not called, so that adapters do nothing."""
     return [f"{name}.out_proj" for name, part in backbone.named_modules() if isinstance(part, nn.MultiheadAttention)]
+
+
+def _vision_layers(encoder: Encoder, targets: str | list[str]) -> list[str]:
+    """Layers of a vision tower that targets of the language model would adapt as well, by the same names.
+
+    A target that only the tower has is adapted there; all linear layers are those of the language model.
+    """
+    of_vision = {id(part) for module in encoder.vision_modules for part in module.modules()}
+    if not of_vision:
+        return []
+    parts = dict(encoder.backbone.named_modules())
+    language = [name for name, part in parts.items() if isinstance(part, nn.Linear) and id(part) not in of_vision]
+    given = [] if ALL_LINEAR in targets else [targets] if isinstance(targets, str) else targets
+
+    def matches(name: str, target: str) -> bool:
+        return name == target or name.endswith(f".{target}")
+
+    own = [target for target in given if not any(matches(name, target) for name in language)]
+    return [
+        name
+        for name, part in parts.items()
+        if id(part) in of_vision and not any(matches(name, target) for target in own)
+    ]
 
 
 def find_modules(encoder: Encoder, names: Iterable[str]) -> dict[str, nn.Module]:

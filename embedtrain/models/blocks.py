@@ -32,15 +32,18 @@ from embedtrain.errors import ConfigError
 from embedtrain.models.attention import known_padding
 from embedtrain.utils.formatting import install_command, one_line
 
+_MIN_PART_OF_WEIGHTS = 200
+
 
 def find_blocks(
     model: nn.Module, block_class: str | None = None, option: str = "parallel.block_class", *, required: bool = True
 ) -> list[nn.Module]:
     """The repeated transformer blocks of `model`, in the order of its modules.
 
-    By default the layers that `_no_split_modules` of the model (or of a Hugging Face model inside it) names, else those
-    of the most frequent class in the `ModuleList` with the most weights, in each tower of an encoder. The model may be
-    on the meta device.
+    By default the layers that `_no_split_modules` of the model (or of a Hugging Face model inside it) names, and those
+    of other lists with a part of the weights, such as the layers of a vision tower that the class does not name; else
+    those of the most frequent class in the `ModuleList` with the most weights; in each tower of an encoder. The model
+    may be on the meta device.
 
     Args:
         block_class: a class name, or several separated by commas. Blank names are ignored.
@@ -60,8 +63,7 @@ def find_blocks(
         return [block for tower in towers for block in find_blocks(tower, required=required and tower.has_layers)]
     named = _no_split_names(model)
     blocks = [layer for layer in layers if type(layer).__name__ in named]
-    if not blocks:
-        blocks = _largest_list(model)
+    blocks = _with_other_lists(getattr(model, "backbone", model), blocks) if blocks else _largest_list(model)
     if not blocks and required:
         raise ConfigError(
             f"{type(model).__name__} has no list of repeated layers to shard: write parallel.strategy=ddp, or set "
@@ -103,6 +105,25 @@ def _largest_list(model: nn.Module) -> list[nn.Module]:
     largest = max(lists, key=weight)
     common, _ = Counter(type(layer) for layer in largest).most_common(1)[0]
     return [layer for layer in largest if type(layer) is common]
+
+
+def _with_other_lists(backbone: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The blocks, and the most frequent class of every list of several layers besides them, if it is large enough.
+
+    An FSDP group costs a collective in each pass, so that lists with a two-hundredth of the weights stay in the root.
+    """
+    total = sum(parameter.numel() for parameter in backbone.parameters())
+    found = {id(part) for block in blocks for part in block.modules()}
+    for part in backbone.modules():
+        if not isinstance(part, nn.ModuleList) or len(part) < 2 or any(id(layer) in found for layer in part):
+            continue
+        if sum(parameter.numel() for parameter in part.parameters()) * _MIN_PART_OF_WEIGHTS < total:
+            continue
+        common, _ = Counter(type(layer) for layer in part).most_common(1)[0]
+        blocks = [*blocks, *(layer for layer in part if type(layer) is common)]
+        found |= {id(inner) for layer in part for inner in layer.modules()}
+    order = {id(module): number for number, module in enumerate(backbone.modules())}
+    return sorted(blocks, key=lambda block: order.get(id(block), -1))
 
 
 def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from embedtrain.data.types import Chunk
 from embedtrain.distributed.collectives import average_gradients
@@ -56,6 +57,9 @@ class Backward:
         self.encoder, self.loss, self.world, self.seed = encoder, loss, world, seed
         self.towers = towers_of(encoder)
         # A frozen tower has no backward passes.
+        # Of vision towers, which not all passes compute.
+        modules = [module for tower in self.towers for module in getattr(tower, "vision_modules", ())]
+        self._vision: list[nn.Module] = list(filter(lambda module: isinstance(module, FSDPModule), modules))
         self._trains = [any(weight.requires_grad for weight in tower.parameters()) for tower in self.towers]
         self.dummy = dummy.to(world.device)
         self.reduce_per_step = reduce_per_step
@@ -79,8 +83,9 @@ class Backward:
         local_loss = torch.zeros((), device=self.world.device)
         finite = torch.ones((), dtype=torch.bool, device=self.world.device)
         metrics, weights = dict[str, Tensor](), dict[str, float]()
-        # The tower of each backward pass.
-        remaining = [c.tower for batch in batches for c in self._passes(batch) if self._trains[c.tower]]
+        # The tower of each backward pass, and whether it computes pictures.
+        passes = [chunk for batch in batches for chunk in self._passes(batch)]
+        remaining = [(chunk.tower, chunk.pictures is not None) for chunk in passes if self._trains[chunk.tower]]
         for batch in batches:
             weight = batch.num_rows / num_rows
             with grad_independent_attention(self.encoder):
@@ -115,9 +120,12 @@ class Backward:
         return [*batch.chunks, *[self.dummy] * (max(1, batch.num_passes) - len(batch.chunks))]
 
     def _backward_batch(
-        self, batch: RankBatch, weight: float, remaining: list[int], *, measured: bool
+        self, batch: RankBatch, weight: float, remaining: list[tuple[int, bool]], *, measured: bool
     ) -> tuple[LossOutput, Tensor]:
-        """`remaining` has the towers of the backward passes that are left; those of this batch are removed from it."""
+        """`remaining` has the tower of each backward pass that is left, and whether it computes pictures.
+
+        Those of this batch are removed from it.
+        """
         chunks = self._passes(batch)
         num_cached = len(chunks) if batch.num_cached_graphs == batch.num_passes else batch.num_cached_graphs
         sample = (
@@ -142,7 +150,10 @@ class Backward:
                 continue
             remaining.pop(0)
             # A tower is finished before the last pass if that one computes another tower.
-            finished = [tower for number, tower in enumerate(self.towers) if number not in remaining]
+            towers = {tower for tower, _ in remaining}
+            finished = [tower for number, tower in enumerate(self.towers) if number not in towers]
+            if not any(has_pictures for _, has_pictures in remaining):
+                finished += self._vision
             set_gradient_sync(self.encoder, last=not remaining, reduce_per_step=self.reduce_per_step, finished=finished)
             with span(BACKWARD):
                 graph = graphs[index] if index < num_cached else self._encode(batch.step, index, chunk)

@@ -344,13 +344,17 @@ def _encode_plan(
     parts = plan.chunks_of_rank(rank)
     encoded = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
     first, chunks = 0, list[Chunk]()
-    for number, texts in enumerate(parts):
+    none = [False] * plan.num_chunks
+    have_further = none if inputs.further is None else plan.has_any(inputs.further.has_any)
+    for number, (texts, has_further) in enumerate(zip(parts, have_further, strict=True)):
         if len(texts):
-            rows = range(first, first + len(texts))
-            chunks.append(tokenizer.make_chunk(inputs.tokens(texts), rows))
+            chunk = tokenizer.make_chunk(inputs.tokens(texts), range(first, first + len(texts)))
             first += len(texts)
-        elif plan.towers:  # a chunk of another tower may follow
-            chunks.append(tokenizer.dummies()[plan.towers[number]])
+        elif plan.towers or has_further:  # a chunk of another tower, or without pictures, may follow
+            chunk = tokenizer.dummies()[plan.towers[number] if plan.towers else 0]
+        else:
+            continue
+        chunks.append(tokenizer.layout.with_further(chunk) if has_further else chunk)
     exchanges = tuple(
         plan_exchange(plan.encoder_rank, inputs.rows % size, rank, size, encoded, sizes) for sizes in inputs.sizes
     )

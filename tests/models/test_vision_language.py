@@ -1,13 +1,17 @@
 """Packed items with pictures against transformers' own classes on single items."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from embedtrain.config.recipe import Pooling
+from embedtrain.config.recipe import LoraConfig, Pooling
 from embedtrain.models import packing
+from embedtrain.models.adapters import add_adapters
+from embedtrain.models.blocks import find_blocks
 from embedtrain.models.packing import disable_packing, packed_attention
 from embedtrain.models.vision_language import FAMILIES, grid_positions
 from tests.vision_models import (
@@ -86,6 +90,31 @@ def test_a_frozen_tower_keeps_nothing_for_a_backward_pass(architecture: str) -> 
     encoder(chunk_of(architecture, encoder, items(architecture)))[0].sum().backward()
     assert kept
     assert not any(output.requires_grad for output in kept)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate_proj"], ["q_proj", "qkv"]])
+@pytest.mark.parametrize("architecture", QWEN)
+def test_adapters_are_rooted_at_the_language_model(architecture: str, targets: str | list[str]) -> None:
+    encoder = vision_encoder(architecture)
+    add_adapters(encoder, LoraConfig(rank=2, targets=targets), None, torch.float32)
+    adapted = {name.split(".lora_A")[0] for name, _ in encoder.backbone.named_parameters() if ".lora_A" in name}
+    in_tower = {name for name in adapted if name.startswith("visual.")}
+    assert adapted - in_tower
+    assert in_tower == ({f"visual.blocks.{layer}.attn.qkv" for layer in range(3)} if "qkv" in targets else set())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        ("idefics3", {"Idefics3EncoderLayer": 2, "LlamaDecoderLayer": 3}),
+        ("smolvlm", {"SmolVLMEncoderLayer": 2, "LlamaDecoderLayer": 3}),
+        ("qwen2_vl", {"Qwen2VLVisionBlock": 3, "Qwen2VLDecoderLayer": 3}),
+        ("qwen3_vl", {"Qwen3VLVisionBlock": 3, "Qwen3VLVisionPatchMerger": 2, "Qwen3VLTextDecoderLayer": 3}),
+    ],
+)
+def test_layers_of_both_towers_are_blocks(architecture: str, expected: dict[str, int]) -> None:
+    blocks = find_blocks(vision_encoder(architecture))
+    assert Counter(type(block).__name__ for block in blocks) == expected
 
 
 @pytest.mark.parametrize("architecture", QWEN)

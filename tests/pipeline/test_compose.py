@@ -302,7 +302,7 @@ def test_a_reranker_is_measured_by_how_it_orders_documents(run_inputs, tmp_path)
             {"do": "mine", "model": "${out:shorter.model}"},
             r"stage shorter writes .* cross_encoder, and mine takes dense",
         ),
-        ({"do": "vectors", "model": "${out:orders.model}"}, "vectors takes dense or dual_encoder$"),
+        ({"do": "vectors", "model": "${out:orders.model}"}, "vectors takes dense or dual_encoder or image_text$"),
         ({"do": "static", "model": "${out:orders.model}"}, "static takes dense$"),
     ],
 )

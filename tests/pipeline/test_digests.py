@@ -162,6 +162,8 @@ INPUT_OPTIONS = {
         "model.query_weights",
         "model.query.path",
         "model.document.path",
+        "model.text.path",
+        "model.image.path",
         "parallel.accelerate_config",
         "train.init_from",
     ),

@@ -7,7 +7,6 @@ by the threads that prepare batches, and are never stored.
 import contextlib
 import errno
 import hashlib
-import importlib
 import io
 import os
 import re
@@ -37,7 +36,6 @@ DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS = 89_478_485, 178_956_970
 MAX_FILE_BYTES = 1 << 30
 # Formats whose header has the size. Pillow reads more, some by starting programs (EPS) or without any check.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF")
-_PLUGINS = ("Jpeg", "Mpo", "Png", "WebP", "Gif", "Tiff", "Bmp", "Ppm", "Jpeg2K", "Avif")  # MPO: several JPEGs
 _WIDE_GREYS = ("I;16", "I;16B", "I;16L", "I;16N")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *_WIDE_GREYS)
 _ORIENTATION = 0x0112  # of EXIF and TIFF
@@ -257,26 +255,39 @@ PICTURES = KnownPictures()
 def image_identity() -> str:
     """The versions that pixels depend on: Pillow and the libraries that it decodes with."""
     pillow()
-    features = importlib.import_module("PIL.features")
+    import PIL
+    from PIL import features
+
     names = ("libjpeg_turbo", "jpg", "zlib_ng", "zlib", "webp", "libtiff", "jpg_2000", "avif")
     versions = {name: features.version(name) for name in names}
     found = (f"{name} {version}" for name, version in versions.items() if version)
-    return ", ".join([f"Pillow {importlib.import_module('PIL').__version__}", *found])
+    return ", ".join([f"Pillow {PIL.__version__}", *found])
 
 
 @cache
 def pillow() -> Any:
     """The module PIL.Image, with the formats that are read; ConfigError if Pillow is not installed."""
     try:
-        module = importlib.import_module("PIL.Image")
+        from PIL import Image
     except ImportError:
         raise ConfigError(f"images need Pillow: {install_command('images')}") from None
     # Imported here, once: `Image.open` would import all plugins, which several threads may not begin together.
-    for name in _PLUGINS:
-        importlib.import_module(f"PIL.{name}ImagePlugin")
+    from PIL import (  # noqa: F401
+        AvifImagePlugin,
+        BmpImagePlugin,
+        GifImagePlugin,
+        Jpeg2KImagePlugin,
+        JpegImagePlugin,
+        MpoImagePlugin,  # several JPEGs
+        PngImagePlugin,
+        PpmImagePlugin,
+        TiffImagePlugin,
+        WebPImagePlugin,
+    )
+
     # Of large pictures and damaged metadata, which are either errors here or do not matter.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    return module
+    return Image
 
 
 def _read(place: Place) -> bytes:

@@ -1,6 +1,5 @@
 """model.kind=image_text: a vector per text and per picture, by a tower each (CLIP, SigLIP, SigLIP 2, other pairs)."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from embedtrain.config.kinds import Kind
 from embedtrain.config.validation import model_option, tower_options_named
 from embedtrain.kinds.image_text.options import TOWERS, ImageTextOptions, check_export_options, check_image_text
+from embedtrain.models.file_references import read_json
 
 if TYPE_CHECKING:
     from torch import Size, Tensor
@@ -76,13 +76,10 @@ class ImageText(Kind):
 
     def recognise(self, directory: Path) -> str | None:
         """By the type of model in config.json."""
-        try:
-            content = json.loads((directory / "config.json").read_bytes())
-        except (OSError, ValueError):
-            return None
-        kinds = ("clip", "siglip", "siglip2", "vision-text-dual-encoder")
-        is_known = isinstance(content, dict) and content.get("model_type") in kinds
-        return f"a model of texts and pictures ({content['model_type']})" if is_known else None
+        path = directory / "config.json"
+        kind = read_json(path).get("model_type") if path.is_file() else None
+        is_known = kind in ("clip", "siglip", "siglip2", "vision-text-dual-encoder")
+        return f"a model of texts and pictures ({kind})" if is_known else None
 
     def require_other(self, directory: Path, what: str, model: "ModelConfig") -> None:
         """Neither tower is the model."""

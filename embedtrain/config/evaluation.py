@@ -92,10 +92,16 @@ class VectorPrecision(str, Enum):
 
 
 class Classifier(str, Enum):
-    """The classifier of scikit-learn: logistic regression, or k-nearest neighbors."""
+    """How classes are learnt from training texts.
+
+    `logistic`, `knn`: logistic regression and k-nearest neighbors of scikit-learn. `centroid`: the nearest class by the
+    cosine to the mean of its normalised vectors. With descriptions of the classes to learn from, it is zero-shot
+    classification.
+    """
 
     logistic = "logistic"
     knn = "knn"
+    centroid = "centroid"
 
 
 @dataclass(kw_only=True)
@@ -150,11 +156,13 @@ class EvaluationSet:
     # at most so many documents besides the judged ones
     subset_documents: int | None = option(None, at_least=1, hint="null takes all documents")
     ignore_identical_ids: bool = False  # leave out the document with the query's id, as in ArguAna and Quora
+    # retrieval: the documents are the queries, and the queries the documents, as of captions to find for a picture
+    exchange_sides: bool = False
     # reranking: a TREC run file with the documents to rank for each query
     candidates: str | None = option(None, is_input=True)
     train: str | None = option(None, is_input=True)  # classification: training table; default: train beside the path
     classifier: Classifier = Classifier.logistic
-    # classification: training texts per class; null: all
+    # classification: training texts per class; null, and always with classifier=centroid: all
     samples_per_label: int | None = option(8, at_least=1, hint="null takes all texts of each class")
     experiments: int = option(10, at_least=1)  # classification and clustering: number of random draws to average
 

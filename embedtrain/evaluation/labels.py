@@ -6,6 +6,7 @@ Shapes: n training texts, m test texts, D dimensions.
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +42,10 @@ def measure_classification(data: ClassificationSet, context: EncoderContext) -> 
 
     Samples, classifier and metrics are those of MTEB's AbsTaskClassification; `classifier=knn` is the classifier of its
     first version, the three nearest neighbours by cosine. Vectors are not normalized. F1, precision and recall are
-    means over classes. For average precision, the class that sorts last is the positive one. Raises DataError on every
-    rank if all training texts have the same class.
+    means over classes. For average precision, the class that sorts last is the positive one. `classifier=centroid` is
+    the zero-shot classification of CLIP (Radford et al., 2021, 3.1.4), where the training texts are the prompts of each
+    class; accuracy@5 counts those whose class is among the five nearest. Raises DataError on every rank if all training
+    texts have the same class.
     """
     world = context.world
     samples: list[NDArray[np.int64]] = []
@@ -52,7 +55,8 @@ def measure_classification(data: ClassificationSet, context: EncoderContext) -> 
             raise DataError(
                 f"{data.name}: all training texts have the class {data.train_labels[0]!r}; a classifier needs two"
             )
-        samples = _draw_samples(train_classes, data.samples_per_label, data.experiments)
+        takes_all = data.classifier is Classifier.centroid
+        samples = _draw_samples(train_classes, None if takes_all else data.samples_per_label, data.experiments)
     used = np.unique(np.concatenate(samples))
     encoded = context.encode_texts([*(data.train_texts[row] for row in used.tolist()), *data.texts])
     metrics: dict[str, float] = {}
@@ -64,6 +68,9 @@ def measure_classification(data: ClassificationSet, context: EncoderContext) -> 
                 classifier = _make_classifier(data.classifier, len(sample))
                 classifier.fit(vectors[np.searchsorted(used, sample)], train_classes[sample])
                 results.append(_classification_metrics(classes, classifier.predict(vectors[len(used) :])))
+                if isinstance(classifier, _Centroids):
+                    nearest = classifier.nearest(vectors[len(used) :], 5)
+                    results[-1]["accuracy@5"] = float((nearest == classes[:, None]).any(axis=1).mean())
             metrics = {metric: float(np.mean([result[metric] for result in results])) for metric in results[0]}
     return world.broadcast(metrics)
 
@@ -102,7 +109,33 @@ def _draw_samples(
     return samples
 
 
-def _make_classifier(classifier: Classifier, num_texts: int) -> LogisticRegression | KNeighborsClassifier:
+class _Centroids:
+    """Classes by the cosine to the mean of the normalised vectors of each; the first of equally near ones."""
+
+    def fit(self, vectors: NDArray[np.float32], classes: NDArray[np.int64]) -> None:
+        self._classes = np.unique(classes)
+        unit = _normalised(vectors)
+        self._means = _normalised(np.stack([unit[classes == label].mean(axis=0) for label in self._classes]))
+
+    def nearest(self, vectors: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+        """The nearest classes of n vectors, the nearest first, int64 [n, count] or as many as there are."""
+        order = np.argsort(-(_normalised(vectors) @ self._means.T), axis=1, kind="stable")
+        found: NDArray[np.int64] = self._classes[order[:, :count]]
+        return found
+
+    def predict(self, vectors: NDArray[np.float32]) -> NDArray[np.int64]:
+        return self.nearest(vectors, 1)[:, 0]
+
+
+def _normalised(vectors: NDArray[Any]) -> NDArray[np.float64]:
+    rows = vectors.astype(np.float64)
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / np.where(norms > 0, norms, 1)
+
+
+def _make_classifier(classifier: Classifier, num_texts: int) -> LogisticRegression | KNeighborsClassifier | _Centroids:
+    if classifier is Classifier.centroid:
+        return _Centroids()
     if classifier is Classifier.knn:
         return KNeighborsClassifier(n_neighbors=min(_NUM_NEIGHBORS, num_texts), metric="cosine")
     return LogisticRegression(max_iter=100, random_state=SEED)

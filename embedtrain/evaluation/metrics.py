@@ -20,6 +20,7 @@ PAIR_CLASSIFICATION_METRICS = ("ap", "accuracy", "f1", "precision", "recall", "a
 BITEXT_METRICS = ("f1", "precision", "recall", "accuracy", "accuracy_back", "accuracy_mean")
 CLASSIFICATION_METRICS = ("accuracy", "f1", "f1_weighted", "precision", "recall")
 BINARY_CLASSIFICATION_METRICS = (*CLASSIFICATION_METRICS, "ap")
+CENTROID_METRICS = ("accuracy", "accuracy@5", *CLASSIFICATION_METRICS[1:])
 CLUSTERING_METRICS = ("v_measure", "v_measure_std", "ami")
 # trec_eval's names of the families, written as `ndcg@10` (of the first 10 documents) or `ndcg` (of the whole ranking).
 _CUTOFF_METRICS = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision": "P", "hit": "success"}

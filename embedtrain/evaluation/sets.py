@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from embedtrain.config.evaluation import EvaluationSet, SetKind
+from embedtrain.config.evaluation import Classifier, EvaluationSet, SetKind
 from embedtrain.data.cache.cache import Cache, cache_directory
 from embedtrain.data.cache.document_store import select_texts
 from embedtrain.data.rows import text_key
@@ -53,6 +53,7 @@ _KINDS_OF_OPTION: dict[str, tuple[type[EvaluationData], ...]] = {
     "candidates": (RetrievalSet,),
     "subset_documents": (RetrievalSet,),
     "ignore_identical_ids": (RetrievalSet,),
+    "exchange_sides": (RetrievalSet,),
     "train": (ClassificationSet,),
     "classifier": (ClassificationSet,),
     "samples_per_label": (ClassificationSet,),
@@ -243,7 +244,15 @@ def _read_repository(path: str, config: EvaluationSet, name: str, cache: Cache) 
 def _apply_ranking_options(
     data: RetrievalSet, config: EvaluationSet, notes: list[str]
 ) -> tuple[RetrievalSet, list[str]]:
-    """The set with its candidates and `ignore_identical_ids`."""
+    """The set with its sides exchanged, its candidates and `ignore_identical_ids`."""
+    if config.exchange_sides:
+        if data.candidates is not None:
+            raise ConfigError(
+                f"exchange_sides=true has no use with {config.path}, whose queries have documents to rank: leave it "
+                "out, or write kind: retrieval where all documents are searched"
+            )
+        data, more = exchanged(data)
+        notes = notes + more
     if config.candidates is not None:
         if data.candidates is not None:
             raise ConfigError(
@@ -258,6 +267,32 @@ def _apply_ranking_options(
             f"write {{path: {config.path}, kind: reranking, candidates: FILE}}"
         )
     return replace(data, ignore_identical_ids=config.ignore_identical_ids), notes
+
+
+def exchanged(data: RetrievalSet) -> tuple[RetrievalSet, list[str]]:
+    """The set with its relevant documents as queries and all its queries as documents, and notes.
+
+    Judgements above 0 stay.
+    """
+    judgements: dict[str, dict[str, int]] = {}
+    for query, gains in data.judgements.items():
+        for document, gain in gains.items():
+            if gain > 0:
+                judgements.setdefault(document, {})[query] = gain
+    numbers = [number for number, name in enumerate(data.documents.ids) if name in judgements]
+    relevant = _documents(data.documents, numbers)
+    queries = dict(zip(relevant.ids, relevant.texts, strict=True))
+    missing = len(judgements) - len(queries)
+    notes = [f"{data.name}: {missing} relevant documents that are not there are left out as queries"] if missing else []
+    return (
+        replace(
+            data,
+            queries=queries,
+            documents=Corpus.from_dict(data.queries),
+            judgements={query: judgements[query] for query in queries},
+        ),
+        notes,
+    )
 
 
 def _require_kind(config: EvaluationSet, path: Path | str, layout: str) -> None:
@@ -276,6 +311,11 @@ def _check_options(config: EvaluationSet, data: EvaluationData) -> list[str]:
             raise ConfigError(
                 f"{option}={value} has no use with {config.path}, which is {_KINDS[type(data)]}: leave it out"
             )
+    if config.classifier is Classifier.centroid and config.samples_per_label != default["samples_per_label"]:
+        raise ConfigError(
+            f"samples_per_label={config.samples_per_label} has no use with classifier=centroid, which takes all texts "
+            f"of {config.path}: leave it out"
+        )
     if isinstance(data, RetrievalSet):
         if data.candidates is not None and config.subset_documents is not None:
             raise ConfigError(

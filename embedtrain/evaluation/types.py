@@ -10,6 +10,7 @@ from embedtrain.errors import ConfigError
 from embedtrain.evaluation.metrics import (
     BINARY_CLASSIFICATION_METRICS,
     BITEXT_METRICS,
+    CENTROID_METRICS,
     CLASSIFICATION_METRICS,
     CLUSTERING_METRICS,
     MEAN,
@@ -294,6 +295,8 @@ def _kind_and_metrics(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
             return "pair classification", PAIR_CLASSIFICATION_METRICS
         case Bitext():
             return "bitext mining", BITEXT_METRICS
+        case ClassificationSet(classifier=Classifier.centroid):
+            return "classification by centroids", CENTROID_METRICS
         case ClassificationSet():
             # Average precision is defined for two classes only.
             is_binary = len(set(data.labels)) == 2

@@ -234,6 +234,7 @@ def test_classification(tmp_path):
     assert read(tmp_path / "set", split="train", train="test").data.texts == ["t0", "t1", "t2", "t3"]
     data = read(tmp_path / "set", classifier=Classifier.knn, samples_per_label=None, experiments=3).data
     assert (data.classifier, data.samples_per_label, data.experiments) == (Classifier.knn, None, 3)
+    assert "samples_per_label=3 has" in error_of(tmp_path / "set", classifier=Classifier.centroid, samples_per_label=3)
     assert f"{{path: {tmp_path}/other.jsonl, train: FILE}}" in error_of(tmp_path / "other.jsonl")
     assert "train: FILE" in error_of(tmp_path / "set" / "train.jsonl")
     assert re.search(r"train=dev .* test, train$", error_of(tmp_path / "set", train="dev"))

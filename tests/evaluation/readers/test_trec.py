@@ -77,6 +77,20 @@ def folder(tmp_path):
     return beir(tmp_path / "s", CORPUS, QUERIES, "q1\td1\t1\nq 2\td 3\t1\nq3\td4\t1\n")
 
 
+def test_sides_are_exchanged(tmp_path):
+    """Relevant documents that are there are the queries, in the order of the corpus; all queries are documents."""
+    texts = {"q1": "one", "q2": "two", "q3": "three"}
+    qrels = "query-id\tcorpus-id\tscore\nq1\td2\t2\nq2\td2\t1\nq2\td1\t1\nq1\td3\t0\nq2\tgone\t1\n"
+    folder = beir(tmp_path / "s", {"d1": "a", "d2": "b", "d3": "c"}, texts, qrels)
+    loaded = read(folder, exchange_sides=True)
+    assert dict(loaded.data.queries) == {"d1": "a", "d2": "b"}
+    assert (loaded.data.documents.ids, loaded.data.documents.texts) == (list(texts), list(texts.values()))
+    assert loaded.data.judgements == {"d2": {"q1": 2, "q2": 1}, "d1": {"q2": 1}}
+    assert loaded.notes[-1].startswith("s: 1 relevant documents that are not there")
+    rows = jsonl(tmp_path / "r.jsonl", [{"query": "q", "positive": "p", "negative": "n"}])
+    assert f"exchange_sides=true has no use with {rows}" in error_of(rows, exchange_sides=True)
+
+
 def test_candidates_of_a_run(tmp_path, folder):
     run = tmp_path / "first.run"
     run.write_text("q1 Q0 d4 1 9.0 x\nq1\tQ0\td1\t2\t8.0\tx\nq3 Q0 d4 1 3 x\nq3 Q0 gone 2 2 x\nnobody Q0 d2 1 1 x\n")

@@ -23,6 +23,7 @@ from embedtrain.config.validation import TEXT_ALONE
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.row_store import RowStore, read_sources
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
+from embedtrain.data.images.item import item_parts
 from embedtrain.data.rows import Example, TextFormat, text_keys
 from embedtrain.data.sampling.plan import (
     NO_LIMIT,
@@ -293,9 +294,10 @@ class TrainData:
         return len(vectors[0]) if vectors else None
 
     def texts(self) -> Iterator[str]:
-        """All queries and documents without prompts, for training a vocabulary."""
+        """The texts of all queries and documents without prompts and pictures, for training a vocabulary."""
         for store in self.stores:
-            yield from store.texts()
+            for item in store.texts():
+                yield from (part for part in item_parts(item) if isinstance(part, str))
 
     def _max_negatives(self, source: int, rows: np.ndarray) -> np.ndarray:
         """The maximal number of hard negatives of each row, NO_LIMIT for all."""

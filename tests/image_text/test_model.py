@@ -128,6 +128,20 @@ def test_directories_of_earlier_years(folder, tmp_path):
     assert written["processor_class"] == "CLIPProcessor"
 
 
+def test_the_end_of_a_text_has_the_largest_id_where_the_class_says_so(folder, tmp_path):
+    """The class would take another token of a vocabulary that is trained on the data, or if tokens were added."""
+    shutil.copytree(folder / "clip", tmp_path / "clip")
+    path = tmp_path / "clip" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["eos_token_id"] = 2
+    path.write_text(json.dumps(config))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "clip")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "clip")
+    with pytest.raises(ModelError, match="eos_token_id=2"):
+        opened(tmp_path / "clip")
+
+
 def test_opens_what_sentence_transformers_wrote(folder, tmp_path):
     """Without the module Normalize, vectors keep their lengths."""
     theirs = SentenceTransformer(str(folder / "clip"), device="cpu")

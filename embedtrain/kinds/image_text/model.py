@@ -45,6 +45,7 @@ PIXELS = "pixels"  # in `Chunk.decoded`
 # whose vector is that of the end-of-text token, to which later tokens are unknown.
 _PADDED_TEXTS = ("siglip_text_model", "siglip2_text_model")
 _CAUSAL_TEXTS = ("clip_text_model",)
+_LARGEST = 2  # an `eos_token_id` that means the largest id of a text, in configurations of before 2023
 # Of a model of random weights: the temperature and the bias of Zhai et al. (2023).
 _LOGIT_SCALE, _LOGIT_BIAS = math.log(10), -10.0
 
@@ -292,6 +293,12 @@ class ImageTextLayout(PictureLayout):
         # Texts have all positions, of which padding is computed as other tokens are.
         self.padded_length = int(config.max_position_embeddings) if kind in _PADDED_TEXTS else None
         self._ends, self._end = kind in _CAUSAL_TEXTS, int(config.eos_token_id or 0)
+        if self._ends and self._end == _LARGEST and tokenizer.eos_token_id != len(tokenizer) - 1:
+            raise ModelError(
+                f"eos_token_id={_LARGEST} of {kind}: its class ends a text at the largest of its token ids, and "
+                f"{tokenizer.eos_token} is token {tokenizer.eos_token_id} of {len(tokenizer)}; write another "
+                "model.tokenizer, or a model_type such as siglip where the vocabulary is trained on the data"
+            )
 
     def check(self, max_length: int) -> None:
         """A ConfigError for texts of another length than the positions that a text is padded to."""
@@ -333,12 +340,9 @@ class ImageTextLayout(PictureLayout):
             raise DataError(f"{PICTURES.place(picture)}: {bad}") from None
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """The tokens up to the one whose vector is that of the text: the first end of text in a text that has several.
-
-        Models of before 2023 have another number in their configuration, and take the token with the largest id.
-        """
+        """The tokens up to the one whose vector is that of the text: the first end of text where there are several."""
         if self._ends and ids:
-            end = max(ids) if self._end == 2 else self._end
+            end = max(ids) if self._end == _LARGEST else self._end
             ids = ids[: ids.index(end) + 1] if end in ids else ids
         return ids or [self.nothing]
 

@@ -36,7 +36,7 @@ from benchmarks.gpu.models import sized_named
 from benchmarks.measure import markdown
 from embedtrain.config.recipe import SELECTIVE
 from embedtrain.data.types import Chunk, Packing
-from embedtrain.distributed.sharding import recompute_activations
+from embedtrain.distributed.block_compute import recompute_activations
 from embedtrain.formats.source import open_model_source
 from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.models.blocks import find_blocks

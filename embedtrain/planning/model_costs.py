@@ -26,12 +26,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from embedtrain.config.recipe import SELECTIVE, Precision, Recipe
 from embedtrain.data.types import Chunk
-from embedtrain.distributed.sharding import (
-    changes_kept_results,
-    large_embedding,
-    recompute_activations,
-    use_fp8,
-)
+from embedtrain.distributed.block_compute import changes_kept_results, recompute_activations, use_fp8
+from embedtrain.distributed.sharding import large_embedding
 from embedtrain.formats.hub import download_configuration
 from embedtrain.formats.peft import open_adapter
 from embedtrain.formats.source import open_model_source

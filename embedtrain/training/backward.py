@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from embedtrain.data.types import Chunk
+from embedtrain.distributed.block_compute import EagerBlocks
 from embedtrain.distributed.collectives import average_gradients
-from embedtrain.distributed.sharding import EagerBlocks, set_gradient_sync, towers_of
+from embedtrain.distributed.sharding import set_gradient_sync, towers_of
 from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.encoded import Part, split_queries

@@ -16,8 +16,9 @@ from embedtrain.config.recipe import LOGIT_SCORE, Precision, Recipe
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.vocabulary import train_tokenizer
+from embedtrain.distributed.block_compute import require_fp8
 from embedtrain.distributed.device import advise_when_exhausted, has_bf16
-from embedtrain.distributed.sharding import copy_local_rows, require_fp8, resolve_precision
+from embedtrain.distributed.sharding import copy_local_rows, resolve_precision
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.formats.export_record import require_only_export

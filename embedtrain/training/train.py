@@ -12,8 +12,8 @@ from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.compose import to_plain
 from embedtrain.config.evaluation import TRAINED
 from embedtrain.config.recipe import Recipe
+from embedtrain.distributed.block_compute import num_graphs
 from embedtrain.distributed.device import deterministic_algorithms
-from embedtrain.distributed.sharding import num_graphs
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import Timeouts, World, joined_world
 from embedtrain.evaluation.evaluator import Evaluator

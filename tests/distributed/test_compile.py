@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import SELECTIVE, Attention, LoraConfig, ModelConfig, ParallelConfig
 from embedtrain.data.types import Chunk
-from embedtrain.distributed import sharding
-from embedtrain.distributed.sharding import EagerBlocks, compiles_blocks, num_graphs, reshard
+from embedtrain.distributed import block_compute
+from embedtrain.distributed.block_compute import EagerBlocks, compiles_blocks, num_graphs
+from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import LoadedModel, load_model
@@ -238,7 +239,7 @@ def test_a_run_names_the_block_once(ranks, run_inputs, tmp_path: Path):
     ],
 )
 def test_auto_compiles_on_gpus(monkeypatch, device, triton, changes, compiled):
-    monkeypatch.setattr(sharding.importlib.util, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(block_compute.importlib.util, "find_spec", lambda name: object() if triton else None)
     assert compiles_blocks(ParallelConfig(**changes), torch.device(device)) is compiled
 
 

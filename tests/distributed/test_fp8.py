@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from embedtrain.config.recipe import SELECTIVE, LoraConfig, ModelConfig, Precision, Strategy
 from embedtrain.data.types import Chunk
-from embedtrain.distributed.sharding import EagerBlocks, num_graphs, require_fp8, use_fp8
+from embedtrain.distributed.block_compute import EagerBlocks, num_graphs, require_fp8, use_fp8
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.inference.loading.load import load_model

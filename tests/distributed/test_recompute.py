@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from embedtrain.config.recipe import SELECTIVE, ModelConfig, Pooling, Strategy
 from embedtrain.data.types import Chunk, Packing
-from embedtrain.distributed.sharding import _policy, recompute_activations
+from embedtrain.distributed.block_compute import _policy, recompute_activations
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.formats.source import open_model_source

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModel
 
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import SELECTIVE, Attention, LoraConfig, ModelConfig
-from embedtrain.distributed.sharding import EagerBlocks
+from embedtrain.distributed.block_compute import EagerBlocks
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.inference.loading import load

@@ -17,20 +17,19 @@ from embedtrain.config.recipe import SELECTIVE, Attention, LoraConfig, ModelConf
 from embedtrain.config.validation import model_option, tower_options_named
 from embedtrain.data.tokens import TextTokenizer, TowerLayout
 from embedtrain.data.types import Chunk
+from embedtrain.distributed.block_compute import compiles_blocks, use_fp8
 from embedtrain.distributed.device import free_memory, node_memory, total_memory
 from embedtrain.distributed.sharding import (
     ParallelLayout,
     UnshardedWeight,
     broadcast_weights,
     compile_blocks,
-    compiles_blocks,
     copy_local_rows,
     read_shards,
     require_finite_weights,
     reshard,
     resolve_precision,
     shard_encoder,
-    use_fp8,
     warm_up,
 )
 from embedtrain.distributed.world import World

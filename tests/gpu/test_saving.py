@@ -49,10 +49,10 @@ def tensors(live: Live) -> list[Tensor]:
     return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in actual]
 
 
-def save_under_load(world: World, root: Path, offload: bool) -> None:
-    """Save three times behind work that keeps the device busy, and train on at once."""
+def save_under_load(world: World, root: Path, offload: bool, *, small: bool = False) -> None:
+    """Save three times behind work that keeps the device busy, and train on at once; `small`: not busy for long."""
     live = Live(world, parallel(Strategy.fsdp, cpu_offload=offload), odd=False)
-    width = 8192 if world.device.type == "cuda" else 64
+    width = 8192 if world.device.type == "cuda" and not small else 64
     matrix = torch.randn(width, width, device=world.device)
     expected = {}
     with open_checkpoints(root, world, keep=9) as checkpoints:

@@ -10,7 +10,7 @@ import torch
 import torch.profiler
 
 GIB = 2**30
-TOTAL, FREE, RESERVED, ALLOCATED = 139 * GIB, 130 * GIB, 2 * GIB, 1 * GIB
+TOTAL, FREE, RESERVED, PEAK, ALLOCATED = 139 * GIB, 130 * GIB, 2 * GIB, 1 * GIB, GIB // 2
 
 
 def install(waits: Callable[[str], None]) -> None:
@@ -69,7 +69,7 @@ def install(waits: Callable[[str], None]) -> None:
         "is_current_stream_capturing": False, "is_bf16_supported": True,
         "current_stream": stream, "default_stream": stream, "get_device_name": "a pretended GPU",
         "get_device_capability": (9, 0), "get_arch_list": ["sm_90"],
-        "mem_get_info": (FREE, TOTAL), "memory_allocated": ALLOCATED, "max_memory_allocated": ALLOCATED,
+        "mem_get_info": (FREE, TOTAL), "memory_allocated": ALLOCATED, "max_memory_allocated": PEAK,
         "memory_reserved": RESERVED, "max_memory_reserved": RESERVED,
         "memory_stats": {"allocated_bytes.all.current": ALLOCATED, "reserved_bytes.all.current": RESERVED},
         "memory_summary": "", "set_device": None, "empty_cache": None, "reset_peak_memory_stats": None,

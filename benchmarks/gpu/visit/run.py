@@ -134,7 +134,7 @@ def equal_bits(world: World, visit: Visit) -> Values:
 
 def saved_under_load(offload: bool, world: World, visit: Visit) -> Values:
     """Checkpoints hold the weights of their step, though the device is busy and training goes on at once."""
-    test_saving.save_under_load(world, visit.subfolder(f"under-load-{offload}"), offload)
+    test_saving.save_under_load(world, visit.subfolder(f"under-load-{offload}"), offload, small=visit.small)
     return {}
 
 

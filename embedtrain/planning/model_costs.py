@@ -32,9 +32,10 @@ from embedtrain.formats.hub import download_configuration
 from embedtrain.formats.peft import open_adapter
 from embedtrain.formats.source import open_model_source
 from embedtrain.models.adapters import add_adapters, four_bit_layers, frozen_dtype
-from embedtrain.models.blocks import Kernels, find_blocks, fuse
+from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import Encoder, hidden_size
+from embedtrain.models.fused_kernels import Kernels, fuse
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.types import ModelSource
 from embedtrain.planning.flops import lookup_weights

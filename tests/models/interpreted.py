@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from triton.runtime import interpreter
 
 from embedtrain.distributed.world import World, init_process_group
-from embedtrain.models.blocks import kernel_error, liger_kernels
+from embedtrain.models.fused_kernels import kernel_error, liger_kernels
 from tests.models.test_fused_kernels import CPU, FAMILIES, WAYS, compared, small_blocks
 from tests.small import small_model
 

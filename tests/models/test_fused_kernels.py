@@ -30,8 +30,9 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.inference.loading import load
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.models import blocks
-from embedtrain.models.blocks import Kernels, find_blocks, fused_classes, kernel_error
+from embedtrain.models import fused_kernels
+from embedtrain.models.blocks import find_blocks
+from embedtrain.models.fused_kernels import Kernels, fused_classes, kernel_error
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.conftest import ROOT
@@ -275,8 +276,8 @@ def library(monkeypatch) -> Callable[[Kernels], None]:
 
     def install(kernels: Kernels) -> None:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(blocks.importlib.util, "find_spec", lambda name: object())
-        monkeypatch.setattr(blocks, "liger_kernels", lambda: kernels)
+        monkeypatch.setattr(fused_kernels.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(fused_kernels, "liger_kernels", lambda: kernels)
 
     return install
 
@@ -314,16 +315,16 @@ def test_kernels_with_other_numbers_are_not_used(library, wrong):
 
 def test_why_kernels_cannot_be_used(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(blocks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused_kernels.importlib.util, "find_spec", lambda name: None)
     assert "pip install" in str(kernel_error(small_blocks("llama"), torch.float32, CPU))
-    monkeypatch.setattr(blocks.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(fused_kernels.importlib.util, "find_spec", lambda name: object())
     assert "CUDA" in str(kernel_error(small_blocks("llama"), torch.float32, CPU))
 
 
 def test_on_a_gpu_auto_says_why_there_are_none(cuda_ranks):
     """The pretended device has no Triton, whether or not liger-kernel is installed."""
-    for fused_kernels, count in (("auto", 1), (False, 0)):
-        ((notes, classes),) = cuda_ranks(1, notes_of, small_model("llama"), fused_kernels, False)
+    for option, count in (("auto", 1), (False, 0)):
+        ((notes, classes),) = cuda_ranks(1, notes_of, small_model("llama"), option, False)
         assert classes == [] and len(notes) == count
     ((notes, _),) = cuda_ranks(1, notes_of, small_model("bert"), "auto", False)
     assert notes == []

@@ -9,7 +9,8 @@ from torch import nn
 from embedtrain.config.recipe import LoraConfig, Precision
 from embedtrain.data.types import Chunk
 from embedtrain.models.adapters import add_adapters
-from embedtrain.models.blocks import find_blocks, fuse
+from embedtrain.models.blocks import find_blocks
+from embedtrain.models.fused_kernels import fuse
 from embedtrain.planning import model_costs
 from embedtrain.planning.model_costs import model_spec
 from tests.models.test_fused_kernels import torch_kernels

@@ -54,9 +54,10 @@ from embedtrain.models.attention import (
     packing_limit,
 )
 from embedtrain.models.attention_direction import attends_to_later_tokens
-from embedtrain.models.blocks import find_blocks, fuse, fused_classes, kernel_error, liger_kernels
+from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder, full_state_dict, head_weights, locate_weights
 from embedtrain.models.encoder import Encoder, has_token_types
+from embedtrain.models.fused_kernels import fuse, fused_classes, kernel_error, liger_kernels
 from embedtrain.models.packing import (
     PackingCheck,
     check_packing,

@@ -4,6 +4,7 @@ The test functions are called with functions in place of their fixtures: every r
 """
 
 import importlib.util
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -140,7 +141,7 @@ def run_of_kind(name: str, precision: str, tolerance: float, world: World, visit
     inputs = visit.subfolder("kinds")
     if not any(inputs.iterdir()):
         write_inputs(inputs)
-    folder = visit.subfolder(f"{name}-{precision}".replace(" ", "-"))
+    folder = visit.subfolder(re.sub(r"\W+", "-", f"{name} {precision}"))  # a comma would begin another value
     test_kinds.test_runs_equal_those_on_the_cpu(
         in_process(on_cpu(world)), in_process(world), inputs, Path(folder), name, precision, tolerance
     )

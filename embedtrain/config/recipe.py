@@ -337,6 +337,8 @@ class TrainSource:
     # column with a number for each positive selects among a row's positives; a row with none selected is skipped.
     where: str | None = None
     backslash_escapes: bool = False  # CSV, TSV: a backslash escapes quotation marks, as Spark and MySQL write them
+    # the folder of pictures that rows or their corpus name; default: that of the file with the rows
+    image_dir: str | None = option(None, is_input=True)
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,6 @@
 """Small random models of texts and pictures as transformers saves them, and pictures to train them on."""
 
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +136,8 @@ def image_text(path: Path, **options: Any) -> ModelConfig:
 
 def row_value(folder: Path, seed: int) -> Any:
     """The value in a row of a file in `folder` that is read as `picture_item`."""
-    item = picture_item(folder, seed)
-    reads_files = find_spec("embedtrain.data.sources.pictures") is not None  # else rows have the item itself
-    return {"image": f"picture_{seed}.png"} if reads_files else item
+    picture_item(folder, seed)
+    return {"image": f"picture_{seed}.png"}
 
 
 def picture_item(folder: Path, seed: int) -> str:

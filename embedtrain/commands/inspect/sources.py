@@ -295,7 +295,7 @@ def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, limit
     if reading.documents is not None:
         corpus = documents_build(reading.documents, OnError.skip, cache)
         build([corpus])
-        documents = MappedCorpus(corpus.directory)
+        documents = MappedCorpus(corpus.directory, reading.documents)
     problems: list[str] = []
     for piece in reading.pieces(_WHOLE_FILE_BYTES):
         check, is_empty = RowCheck(needs), True

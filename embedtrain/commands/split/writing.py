@@ -220,7 +220,7 @@ def _read_documents(reader: SourceReader, on_error: OnError, cache_dir: str | No
     assert reader.documents is not None
     corpus = documents_build(reader.documents, on_error, Cache(directory=cache_directory(cache_dir)))
     build([corpus])
-    return MappedCorpus(corpus.directory)
+    return MappedCorpus(corpus.directory, reader.documents)
 
 
 def file_names(sources: Sequence[SplitSource]) -> list[str]:

@@ -26,9 +26,10 @@ from embedtrain.data.cache.cache import (
     write_array,
     write_metadata,
 )
+from embedtrain.data.images.files import PICTURES, TABLE, PictureTable, PictureWriter
 from embedtrain.data.rows import text_key
 from embedtrain.data.sources.part_reader import PartPiece
-from embedtrain.data.sources.reader import DocumentReader, SourceVersion
+from embedtrain.data.sources.reader import DocumentReader, SourceReader, SourceVersion
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
 
@@ -51,6 +52,8 @@ def documents_build(
     """
     version = SourceVersion(reader, None if digests is None else {"parts": digests, "documents": []})
     key = [FORMAT, version.content["parts"], on_error.value, PIECE_BYTES]
+    if (pictures := reader.pictures()) is not None:
+        key.append(pictures)
     directory = cache.directory / f"documents-{json_digest(key)}"
     pieces: dict[str, PartPiece] = {}
 
@@ -77,7 +80,16 @@ def _write_piece(
         _write_documents(reader, piece, on_error, path)
 
 
+def open_pictures(reader: SourceReader | DocumentReader, directory: Path) -> int:
+    """Make the pictures of a folder in the cache known to this process; returns how many it has."""
+    table = directory / JOINED / TABLE
+    if not table.is_dir():
+        return 0
+    return len(PICTURES.add_table(table, [str(directory), *map(reader.picture_folder, reader.parts)]))
+
+
 def _write_documents(reader: DocumentReader, piece: PartPiece, on_error: OnError, path: Path) -> None:
+    pictures = PictureWriter(path, 1 + reader.parts.index(piece.part), reader.picture_folder(piece.part))
     keys = array("q")
     pending: list[tuple[str, str, int]] = []
     characters = 0
@@ -89,7 +101,7 @@ def _write_documents(reader: DocumentReader, piece: PartPiece, on_error: OnError
             writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
             pending.clear()
 
-        for line, document in reader.documents(piece):
+        for line, document in reader.documents(piece, pictures):
             if isinstance(document, BadRow):
                 if on_error == OnError.stop:
                     raise DataError(f"{reader.location(piece, line)}: {document}")
@@ -104,6 +116,7 @@ def _write_documents(reader: DocumentReader, piece: PartPiece, on_error: OnError
         if pending:
             flush()
     write_array(path / "keys.bin", np.frombuffer(keys, dtype=np.int64))
+    pictures.close()
 
 
 def _join(reader: DocumentReader, pieces: Mapping[str, PartPiece], directory: Path, path: Path) -> None:
@@ -118,6 +131,7 @@ def _join(reader: DocumentReader, pieces: Mapping[str, PartPiece], directory: Pa
     write_array(path / "keys.bin", keys)
     write_array(path / "order.bin", order)
     write_metadata(path / "metadata.json", list(pieces))
+    PictureTable.join([directory / name for name in pieces], path)
     ids, texts, lines = _columns(directory, list(pieces))
     starts = np.cumsum([0, *counts])
 
@@ -147,9 +161,13 @@ def _join(reader: DocumentReader, pieces: Mapping[str, PartPiece], directory: Pa
 
 
 class MappedCorpus:
-    """A corpus mapped into memory: texts by id, or all ids and texts in their order."""
+    """A corpus mapped into memory: texts by id, or all ids and texts in their order.
 
-    def __init__(self, directory: Path) -> None:
+    `reader` is that of the build of `directory`.
+    """
+
+    def __init__(self, directory: Path, reader: DocumentReader) -> None:
+        open_pictures(reader, directory)
         joined = directory / JOINED
         names = [str(name) for name in read_metadata(joined / "metadata.json")]
         allow_open_files(len(names))

@@ -199,6 +199,7 @@ class RowCounts:
     most_negatives: int = 0
     one_text: bool = False  # rows are one text each, without documents
     ignored: list[str] = field(default_factory=list)  # columns that are not used
+    num_animated: int = 0  # pictures of several frames, of which the first is used
 
 
 @dataclass(kw_only=True)
@@ -214,6 +215,7 @@ class SourceReport:
     problems: list[str] = field(default_factory=list)  # the first few of those skipped
     skipped: list[str] = field(default_factory=list)  # the same, those with the same problem together
     cached: bool = False  # nothing had to be read
+    num_pictures: int = 0  # different ones, with those of the corpus
 
     def __str__(self) -> str:
         """One line for the user."""
@@ -229,6 +231,10 @@ class SourceReport:
         if self.rows.ignored:
             more = ", ..." if len(self.rows.ignored) > 8 else ""
             parts.append(f"not used: {', '.join(self.rows.ignored[:8])}{more}")
+        if self.num_pictures:
+            parts.append(format_count(self.num_pictures, "picture"))
+        if self.rows.num_animated:
+            parts.append(f"the first frame of {format_count(self.rows.num_animated, 'animated picture')} is used")
         if self.rows.num_skipped:
             parts.append(f"{self.rows.num_skipped:,} bad rows skipped ({'; '.join(self.skipped)})")
         if self.cached:
@@ -313,7 +319,7 @@ class RowStatistics:
             self.rows.fewest_negatives = min(self.rows.fewest_negatives, fewest) if self.rows.num_rows else fewest
             self.rows.most_negatives = max(self.rows.most_negatives, after.rows.most_negatives)
             self.rows.one_text = after.rows.one_text
-        for name in ("num_rows", "num_skipped", "num_left_out", "num_dropped", "num_unscored"):
+        for name in ("num_rows", "num_skipped", "num_left_out", "num_dropped", "num_unscored", "num_animated"):
             setattr(self.rows, name, getattr(self.rows, name) + getattr(after.rows, name))
         self.features = list(dict.fromkeys([*self.features, *after.features]))
         self.rows.ignored = list(dict.fromkeys([*self.rows.ignored, *after.rows.ignored]))

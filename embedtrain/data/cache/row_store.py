@@ -37,8 +37,9 @@ from embedtrain.data.cache.cache import (
     write_array,
     write_metadata,
 )
-from embedtrain.data.cache.document_store import MappedCorpus, documents_build
+from embedtrain.data.cache.document_store import MappedCorpus, documents_build, open_pictures
 from embedtrain.data.cache.row_checks import RowCheck, RowStatistics, SourceReport, check_equal_counts, check_sources
+from embedtrain.data.images.files import PictureTable, PictureWriter
 from embedtrain.data.rows import Documents, Example, RowLocation
 from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, RowLayout
 from embedtrain.data.sources.part_reader import PartPiece
@@ -318,8 +319,9 @@ def write_piece(
         on_error: stop at the first bad row (`path:line: problem`), or skip and count bad rows.
     """
     path.mkdir()
-    rows, check, statistics = reading.rows(piece, layout, documents), RowCheck(reading.needs), RowStatistics()
     part = reading.parts.index(piece.part)
+    pictures = PictureWriter(path, 1 + part, reading.picture_folder(piece.part))
+    rows, check, statistics = reading.rows(piece, layout, documents, pictures), RowCheck(reading.needs), RowStatistics()
     with _Writer(path) as writer:
         for line, read in rows:
             try:
@@ -339,7 +341,8 @@ def write_piece(
             statistics.add(texts, scored=texts is not read)
             writer.add(texts, line)
     statistics.features, statistics.rows.ignored = list(rows.layout.features), list(rows.layout.ignored)
-    statistics.rows.num_left_out = rows.left_out
+    statistics.rows.num_left_out, statistics.rows.num_animated = rows.left_out, pictures.num_animated
+    pictures.close()
     metadata = {
         "part": part,
         "lines": rows.lines,
@@ -503,6 +506,7 @@ def join_pieces(
         "statistics": asdict(statistics),
     }
     write_metadata(path / METADATA, metadata)
+    PictureTable.join([directory / name for name in names], path)
 
 
 def _check_width(reading: SourceReader, before: RowStatistics, new: RowStatistics) -> None:
@@ -556,7 +560,7 @@ class CachedRows:
             key=self.key,
             content=metadata["content"],
             source=number,
-            report=self._report(metadata, cached=cached),
+            report=self._report(metadata, cached=cached, num_pictures=self._open_pictures()),
             row_ranges=[RowRange(*row_range) for row_range in metadata["row_ranges"]],
             rows=ArrowRows(self.directory, [ArrowFile(*file) for file in metadata["files"]], owner),
             extra_columns=extra_columns,
@@ -564,6 +568,18 @@ class CachedRows:
             num_negatives=self._array("num_negatives"),
             max_negatives=self._array("max_negatives") if "max_negatives" in extra_columns else None,
         )
+
+    @property
+    def needs_documents(self) -> bool:
+        """Whether the corpus must be in the cache although the rows are: it has pictures."""
+        return self._reading.documents is not None and self._reading.documents.pictures() is not None
+
+    def _open_pictures(self) -> int:
+        """Make the pictures of the rows and of their corpus known to this process; returns how many there are."""
+        count = open_pictures(self._reading, self.directory)
+        if self._reading.documents is not None and self.documents is not None:
+            count += open_pictures(self._reading.documents, self.documents.directory)
+        return count
 
     def num_files(self) -> int:
         """How many files an open store holds open."""
@@ -579,7 +595,8 @@ class CachedRows:
         documents = None
         if self.documents is not None:
             build([self.documents])
-            documents = MappedCorpus(self.documents.directory)
+            assert reading.documents is not None
+            documents = MappedCorpus(self.documents.directory, reading.documents)
         with self._version.during(reading.parts):  # processes must agree on the pieces
             layout = self._layout = reading.detect_layout(self._on_error)
             pieces = reading.pieces(PIECE_BYTES)
@@ -602,12 +619,12 @@ class CachedRows:
         self._version.require(self.directory, self._names)
         join_pieces(self._reading, self._layout, self.directory, self._names, self._on_error, path)
 
-    def _report(self, metadata: dict[str, Any], *, cached: bool) -> SourceReport:
+    def _report(self, metadata: dict[str, Any], *, cached: bool, num_pictures: int) -> SourceReport:
         reading = self._reading
         report = RowStatistics.of(metadata["statistics"]).report(
             reading.name, metadata["layout"], reading.parts, reading.source.negatives, cached=cached
         )
-        report.left_out = reading.left_out
+        report.left_out, report.num_pictures = reading.left_out, num_pictures
         has_negatives = report.negative_counts().most > 0 or reading.needs.batch_negatives > 0
         if report.rows.num_unscored == report.rows.num_rows and not has_negatives:
             named = "" if reading.source.columns is None else " that columns names too"
@@ -671,7 +688,8 @@ def read_sources(
     readings = open_sources(sources, source_names(sources), source_needs)
     entries = [CachedRows(reading, on_error, cache) for reading in readings]
     missing = [entry for entry in entries if not is_complete(entry.directory)]
-    build([entry.documents for entry in missing if entry.documents is not None])
+    corpora = [entry for entry in entries if entry in missing or entry.needs_documents]
+    build([entry.documents for entry in corpora if entry.documents is not None])
     build([entry.build for entry in missing])
     for entry in entries:
         if entry not in missing:

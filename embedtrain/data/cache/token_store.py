@@ -31,7 +31,8 @@ from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.rows import Prompt, TextFormat, instructed_query, text_key
 from embedtrain.data.tokens import Layout, TextTokenizer
 from embedtrain.data.types import NOT_POOLED, TextRole, Tokens, gather_ranges
-from embedtrain.errors import DataError
+from embedtrain.errors import ConfigError, DataError
+from embedtrain.utils.formatting import format_count
 
 ROWS_PER_PART = 1 << 14
 BYTES_PER_PART = 64 << 20
@@ -295,8 +296,14 @@ def prepare_all(requests: Sequence[TokenRequest], tokenizer: TextTokenizer, cach
 
     Raises:
         DataError: the cache cannot be written, or was cleaned up during the build.
-        ConfigError: an invalid instruction format.
+        ConfigError: an invalid instruction format, or pictures for a model of texts.
     """
+    for report in (request.rows.report for request in requests):
+        if report.num_pictures and not tokenizer.layout.reads_pictures:
+            raise ConfigError(
+                f"{report.name}: its rows have {format_count(report.num_pictures, 'picture')}, and the model reads "
+                "texts alone: name columns of texts, or choose a model of texts and pictures (model.kind=image_text)"
+            )
     entries = [_CachedTokens(request, tokenizer, cache) for request in requests]
     missing = [entry for entry in entries if not is_complete(entry.directory)]
     build([entry.build for entry in missing])

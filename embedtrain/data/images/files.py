@@ -11,9 +11,10 @@ import io
 import os
 import re
 import stat
+import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # Pixels of a picture: above the first number Pillow warns of a decompression bomb, above the second it opens no file.
 DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS = 89_478_485, 178_956_970
 MAX_FILE_BYTES = 1 << 30
+TABLE = "pictures"  # the folder of a PictureTable in that of what is cached
 # Formats whose header has the size. Pillow reads more, some by starting programs (EPS) or without any check.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF")
 _WIDE_GREYS = ("I;16", "I;16B", "I;16L", "I;16N")
@@ -108,7 +110,7 @@ def read_header(place: Place, *, max_pixels: int = DEFAULT_MAX_PIXELS, key_of_pl
         UnreadableError: the disk fails.
     """
     if not key_of_place:
-        return header_of(_read(place), max_pixels=max_pixels)
+        return header_of(read_bytes(place), max_pixels=max_pixels)
     with _opened(place) as (file, _):
         return _header(_open(file), place_key(place), max_pixels)
 
@@ -149,7 +151,7 @@ def decode_picture(place: Place, picture: Picture) -> "Image":
         UnreadableError: the disk fails.
     """
     try:
-        data = _read(place)
+        data = read_bytes(place)
         if picture.key != place_key(place) and picture.key != content_key(data):
             raise BadPicture("it has changed since the data was prepared: prepare the data again")
         image = _open(io.BytesIO(data))
@@ -175,12 +177,14 @@ class PictureTable:
     """The places of pictures by their keys, memory-mapped: 24 bytes a picture, beside the names of files.
 
     A folder has `keys.bin`, int64 [N], sorted; `places.bin`, [N] of file number, length (0: to the end of the file) and
-    offset; `names.bin`, the names of all files; and `name_ends.bin`, int64 [files], where they end.
+    offset; `names.bin`, the names of all files; and `name_ends.bin`, int64 [files], where they end. With `roots`, a
+    name that is not absolute begins with the number of one of these folders: data and caches are moved.
     """
 
     _PLACE = np.dtype([("file", "<u4"), ("length", "<u4"), ("offset", "<i8")])
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, roots: Sequence[str] = ()) -> None:
+        self.roots = tuple(roots)
         try:
             self._keys = map_array(directory / "keys.bin", np.int64)
             self._places = map_array(directory / "places.bin", self._PLACE)
@@ -204,6 +208,25 @@ class PictureTable:
         write_array(directory / "names.bin", np.frombuffer(b"".join(names), dtype=np.uint8))
         write_array(directory / "name_ends.bin", np.cumsum([len(name) for name in names], dtype=np.int64))
 
+    @classmethod
+    def join(cls, pieces: Sequence[Path], to: Path) -> None:
+        """Write the table of the pictures of all pieces, if they have any, into the folder `to`."""
+        tables = [cls(piece / TABLE) for piece in pieces if (piece / TABLE).is_dir()]
+        if not tables:
+            return
+        to = to / TABLE
+        to.mkdir()
+        first_files = np.cumsum([0, *(len(table._name_ends) for table in tables)])
+        first_bytes = np.cumsum([0, *(len(table._names) for table in tables)])
+        places = np.concatenate([table._places for table in tables])
+        places["file"] += np.repeat(first_files[:-1], [len(table) for table in tables]).astype(np.uint32)
+        ends = [table._name_ends + start for table, start in zip(tables, first_bytes[:-1], strict=True)]
+        keys, rows = np.unique(np.concatenate([table._keys for table in tables]), return_index=True)
+        write_array(to / "keys.bin", keys)
+        write_array(to / "places.bin", places[rows].view(np.uint8))
+        write_array(to / "names.bin", np.concatenate([table._names for table in tables]))
+        write_array(to / "name_ends.bin", np.concatenate(ends))
+
     def __len__(self) -> int:
         return len(self._keys)
 
@@ -215,7 +238,55 @@ class PictureTable:
         file, length, offset = self._places[row].item()
         start = int(self._name_ends[file - 1]) if file else 0
         name = os.fsdecode(self._names[start : int(self._name_ends[file])].tobytes())
+        if self.roots and not os.path.isabs(name):
+            root, _, inside = name.partition("/")
+            name = os.path.join(self.roots[int(root)], inside)
         return Place(name, offset, length or None)
+
+
+class PictureWriter:
+    """Writes the pictures of one piece of data into its folder: their table, and the bytes of those without a file.
+
+    Args:
+        directory: the folder of the piece, whose parent is the first of the table's roots.
+        root, folder: the number among the roots, and the path, of the folder that has the files of the user.
+    """
+
+    BYTES = "pictures.bin"  # the files of pictures that were values of rows, one after the other
+
+    def __init__(self, directory: Path, root: int, folder: str | None) -> None:
+        self.num_animated = 0
+        self._directory, self._root, self._folder = directory, root, folder
+        self._places: dict[int, Place] = {}
+        self._file: BinaryIO | None = None
+
+    def add_file(self, header: Header, place: Place) -> None:
+        """Add a picture in a file of the user."""
+        assert self._folder is not None
+        inside = place.file.removeprefix(self._folder).lstrip(os.sep)
+        self._add(header, Place(f"{self._root}/{inside}", place.offset, place.length))
+
+    def add_bytes(self, header: Header, data: bytes) -> None:
+        """Add a picture whose file has these bytes, and write them."""
+        if header.picture.key in self._places:
+            return
+        if self._file is None:
+            self._file = (self._directory / self.BYTES).open("wb")
+        self._add(header, Place(f"0/{self._directory.name}/{self.BYTES}", self._file.tell(), len(data)))
+        self._file.write(data)
+
+    def _add(self, header: Header, place: Place) -> None:
+        if header.picture.key not in self._places:
+            self._places[header.picture.key] = place
+            self.num_animated += header.has_more_frames
+
+    def close(self) -> None:
+        """Write the table."""
+        if self._file is not None:
+            self._file.close()
+        if self._places:
+            (self._directory / TABLE).mkdir()
+            PictureTable.write(self._directory / TABLE, self._places)
 
 
 class KnownPictures:
@@ -225,23 +296,42 @@ class KnownPictures:
         self._places: dict[int, Place] = {}
         self._tables: dict[Path, PictureTable] = {}
         self._lock = threading.Lock()
+        self._copies: Any = None  # a temporary file
 
     def add(self, picture: Picture, place: Place) -> None:
         """Remember a picture. Of equal pictures in several files the last is read."""
         self._places[picture.key] = place
 
-    def add_table(self, directory: Path) -> None:
-        """Open the table of a folder, once."""
+    def add_file(self, header: Header, place: Place) -> None:
+        """Remember a picture in a file."""
+        self.add(header.picture, place)
+
+    def add_bytes(self, header: Header, data: bytes) -> None:
+        """Remember a picture whose file has these bytes, which are kept on disk until this process ends."""
         with self._lock:
-            if directory not in self._tables:
+            if header.picture.key in self._places:
+                return
+            if self._copies is None:
+                self._copies = tempfile.NamedTemporaryFile(prefix="embedtrain-pictures-")  # noqa: SIM115
+            place = Place(self._copies.name, self._copies.tell(), len(data))
+            self._copies.write(data)
+            self._copies.flush()
+            self.add(header.picture, place)
+
+    def add_table(self, directory: Path, roots: Sequence[str] = ()) -> PictureTable:
+        """Open the table of a folder, once; `roots` are the folders that its names are relative to."""
+        with self._lock:
+            known = self._tables.get(directory)
+            if known is None or known.roots != tuple(roots):
                 # Replaced, not changed: `place` may be going through it.
-                self._tables = {directory: PictureTable(directory), **self._tables}
+                self._tables = {**self._tables, directory: PictureTable(directory, roots)}
+            return self._tables[directory]
 
     def place(self, picture: Picture) -> Place:
         """Where a picture is; DataError if this process has read no file with it."""
         if (place := self._places.get(picture.key)) is not None:
             return place
-        for table in self._tables.values():
+        for table in reversed(self._tables.values()):
             if (place := table.get(picture.key)) is not None:
                 return place
         size = f"{picture.width}x{picture.height}"
@@ -290,8 +380,8 @@ def pillow() -> Any:
     return Image
 
 
-def _read(place: Place) -> bytes:
-    """The bytes at a place."""
+def read_bytes(place: Place) -> bytes:
+    """The bytes at a place; raises as `read_header`."""
     with _opened(place) as (file, length):
         return file.read(length)  # without the number, in steps of 8 KiB
 

@@ -212,7 +212,7 @@ class Columns(RowLayout):
         for name in self.names[2:]:
             value = row.get(name)
             if value is not None:  # a row of a table with fewer negatives than others
-                if self.is_cells and value[0] in _BEGINS_LIST:
+                if self.is_cells and isinstance(value, str) and value[0] in _BEGINS_LIST:
                     value = values.list_in_cell(value)
                 negatives += values.texts(value, f'column "{name}"')
         if self.score is None:
@@ -221,7 +221,7 @@ class Columns(RowLayout):
 
     def _documents(self, value: Any, name: str) -> tuple[list[str], list[str]]:
         """Positives, and the documents that are marked as none, if objects have marks."""
-        if self.is_cells and value and value[0] in _BEGINS_LIST:
+        if self.is_cells and value and isinstance(value, str) and value[0] in _BEGINS_LIST:
             value = values.list_in_cell(value)
         if isinstance(value, str):
             return [values.text(value, name)], []

@@ -13,11 +13,16 @@ from embedtrain.data.sources.values import describe_value, list_names
 # Names without case, underscores, hyphens and spaces. Names of a later group count only where a row has none of an
 # earlier one: in {"query", "title", "text"} the title is no query.
 QUERY_NAMES = (
-    frozenset(("query", "queries", "question", "questions", "anchor", "q", "searchquery", "userquery", "userquestion")),
+    frozenset(
+        (
+            *("query", "queries", "question", "questions", "anchor", "q", "qry", "searchquery", "userquery"),
+            "userquestion",
+        )
+    ),
     frozenset(
         (
             *("title", "headline", "heading", "source", "src", "input", "instruction", "prompt", "premise", "claim"),
-            *("summary", "keyword", "keywords", "term", "docstring", "utterance"),
+            *("summary", "keyword", "keywords", "term", "docstring", "utterance", "caption", "captions"),
         )
     ),
 )
@@ -63,17 +68,22 @@ _LABEL_NAMES = frozenset(
 )
 _NEGATIVE = re.compile(
     r"((hard|soft|easy|random|bm25)?(neg|negs|negative|negatives|rejected|hn)"
-    r"(text|passage|document|doc|ctx|context|answer|response|sentence|example)?|(hard)?n)s?\d*"
+    r"(text|passage|document|doc|ctx|context|answer|response|sentence|example|image|imagepath)?|(hard)?n)s?\d*"
 )
 # The last word decides: doc_id, query-id, queryId, but not `paid`. pandas writes its index as `Unnamed: 0`.
 _ID = re.compile(r"(.*[_\-\s.])?(id|ids|idx|index|uid|uuid|guid)|[qpdscr]id|docid|unnamed:.*", re.IGNORECASE)
 _CAMEL_ID = re.compile(r".*[a-z](Id|ID|Idx)s?")
 
 
+_SUFFIX = re.compile(r"(text|images?(path)?s?)$")
+_LINKS = "names pictures by URL, which are not downloaded: fetch them before, as img2dataset does"
+
+
 class Content(Enum):
     """What a column holds in the first rows."""
 
     text = "texts"
+    picture = "pictures"
     number = "numbers"
     empty = "nothing"
     other = "other values"
@@ -167,6 +177,11 @@ def content_of(name: str, rows: Iterable[Mapping[str, Any]], *, is_cells: bool) 
             continue
         if isinstance(value, int | float) and not isinstance(value, bool):
             content = Content.number if content is Content.empty else content
+        elif any(values.picture_values(value)):
+            is_readable = not any(picture.is_url for picture in values.picture_values(value))
+            content = Content.picture if is_readable else Content.other
+            if is_readable:
+                return content
         elif values.holds_text(value):
             return Content.text
         else:
@@ -204,9 +219,19 @@ def choose_text_columns(
     """
     contents = {name: content_of(name, rows, is_cells=is_cells) for name in names if not is_id(name)}
     negatives = [name for name in contents if is_negative(name)]
-    texts = [name for name, content in contents.items() if content is Content.text and name not in negatives]
-    others = [name for name in contents if name not in negatives]
+    pictures = [name for name, content in contents.items() if content is Content.picture and not has_role(name)]
+    readable = (Content.text, Content.picture)
+    texts = [name for name, content in contents.items() if content in readable and name not in negatives]
+    others = [name for name in contents if name not in (*negatives, *pictures)]
     queries, positives = (_of_role(others, groups, contents) for groups in (QUERY_NAMES, POSITIVE_NAMES))
+    if pictures and not any(map(is_positive, positives)):
+        # A picture and its text: the text is the query. {"query", "answer", "image"} is not clear, but that of ColPali.
+        if len(positives) == 1 and not queries:
+            queries, positives = positives, pictures
+        elif not positives or "image_filename" in names:
+            positives = pictures
+        else:
+            positives = [*positives, *pictures]
     is_specific = any(is_query(name) or is_positive(name) for name in (*queries, *positives))
     pairs = [] if is_specific else _pairs(others)
     if len(pairs) == 1:
@@ -221,14 +246,17 @@ def choose_text_columns(
             )
     rest = [name for name in texts if name not in (*queries, *positives) and not is_score(name)]
     if not queries and not positives:
-        readable = [name for name, content in contents.items() if content is not Content.other]
+        usable = [name for name, content in contents.items() if content is not Content.other]
         # Of two columns, both are meant, and the row that holds no text is reported.
-        chosen = _by_order(readable if len(readable) == 2 and not negatives else rest, negatives)
+        chosen = _by_order(usable if len(usable) == 2 and not negatives else rest, negatives)
         return _require_texts(chosen, contents, rows)
     # A role that no column of texts has: the only other column of texts, or one of its names that holds numbers.
     if not rest and len(queries) + len(positives) < 2:
         unused = [name for name, content in contents.items() if content in (Content.number, Content.empty)]
         rest = _named(unused, POSITIVE_NAMES if queries else QUERY_NAMES)
+        links = [name for name in contents if contents[name] is Content.other and _names_pictures(name, rows)]
+        if not rest and links:
+            raise UnclearColumns(f"column {links[0]!r} {_LINKS}", [*queries, *positives, links[0]])
     if len(queries) + len(positives) < 2 and len(rest) > 1:
         missing = "query" if not queries else "positive"
         example = [rest[0], positives[0]] if not queries else [queries[0], rest[0]]
@@ -282,9 +310,15 @@ def _require_texts(
             while isinstance(value, list) and value and not values.holds_text(value[0]):
                 value = value[0]
             problem = values.without_text(value) if isinstance(value, dict) else f"holds {describe_value(value)}"
+            if any(values.picture_values(value)):
+                problem = _LINKS
             readable = [other for other in contents if contents[other] is Content.text and other != name]
             raise UnclearColumns(f"column {name!r} {problem}", readable if readable[1:] else chosen.names[:2])
     return chosen
+
+
+def _names_pictures(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any(any(values.picture_values(row.get(name))) for row in rows)
 
 
 def _named(names: Sequence[str], groups: Sequence[frozenset[str]]) -> list[str]:
@@ -296,9 +330,9 @@ def _named(names: Sequence[str], groups: Sequence[frozenset[str]]) -> list[str]:
 
 
 def _is_in(name: str, group: Iterable[str]) -> bool:
-    """Whether a group has a name, or the name without `text` at its end: question_text, Answer Text."""
+    """Whether a group has a name, or the name without `text` or `image` at its end: question_text, Positive Image."""
     key = normalized(name)
-    return key in group or key.removesuffix("text") in group
+    return key in group or _SUFFIX.sub("", key) in group
 
 
 def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:

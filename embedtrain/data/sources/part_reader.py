@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from embedtrain.data.sources.files import count_lines_before, file_digest, read_lines_between, splittable_size
 from embedtrain.data.sources.parts import PartKind, SourcePart
+from embedtrain.data.sources.pictures import PictureSink, RowPictures, picture_folder, pictures_version
 from embedtrain.data.sources.retrieval import judged_rows
 from embedtrain.data.sources.table_rows import (
     arrow_rows,
@@ -17,6 +20,9 @@ from embedtrain.data.sources.table_rows import (
 )
 from embedtrain.data.sources.text_rows import RawRow, delimited_rows, json_list_rows, json_rows, parse_json_row
 from embedtrain.data.sources.values import BadRow
+from embedtrain.errors import DataError
+
+_NUM_FIRST_ROWS = 16  # which tell what a column of names of files has
 
 
 def raw_rows(
@@ -66,11 +72,19 @@ class RawLine:
 class PartReader:
     """Reads the parts of one source. Every method raises DataError where a part is gone or cannot be read.
 
-    `subset` and `split` are those of Hub data sets that have none.
+    `subset` and `split` are those of Hub data sets that have none; `image_dir` is the folder of pictures that rows
+    name.
     """
 
-    def __init__(self, *, subset: str | None = None, split: str = "train", columns: list[str] | None = None) -> None:
-        self._subset, self._split, self._columns = subset, split, columns
+    def __init__(
+        self,
+        *,
+        subset: str | None = None,
+        split: str = "train",
+        columns: list[str] | None = None,
+        image_dir: str | None = None,
+    ) -> None:
+        self._subset, self._split, self._columns, self._image_dir = subset, split, columns, image_dir
         self._datasets: dict[SourcePart, Any] = {}  # opened once, since that takes a second
 
     def split(self, part: SourcePart, piece_bytes: int) -> list[PartPiece]:
@@ -91,8 +105,32 @@ class PartReader:
                 starts = [0]
         return [PartPiece(part, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 
-    def lines(self, piece: PartPiece) -> Iterator[RawLine]:
-        """The lines or rows of a piece, including blank ones."""
+    def lines(self, piece: PartPiece, sink: PictureSink | None = None) -> Iterator[RawLine]:
+        """The lines or rows of a piece, including blank ones, with their pictures as PictureValue.
+
+        `sink` remembers the pictures that are used.
+        """
+        pictures = RowPictures(piece.part, self._image_dir, sink, self._columns, partial(self._first_rows, piece.part))
+        for line in self._lines(piece):
+            yield RawLine(line.number, pictures.row(line.row)) if isinstance(line.row, dict) else line
+
+    def picture_folder(self, part: SourcePart) -> str:
+        """The folder of pictures that rows of a part name; empty where there is none."""
+        return picture_folder(part, self._image_dir) or ""
+
+    def pictures_version(self, part: SourcePart) -> object:
+        """`pictures_version` of the first rows of a part."""
+        pictures = RowPictures(part, self._image_dir, None, self._columns, partial(self._first_rows, part))
+        try:
+            return pictures_version(pictures.row(row) for row in self._first_rows(part))
+        except DataError:  # reported where the rows are read
+            return None
+
+    def _first_rows(self, part: SourcePart) -> list[dict[str, Any]]:
+        rows = (line.row for line in islice(self._lines(PartPiece(part)), _NUM_FIRST_ROWS))
+        return [row for row in rows if isinstance(row, dict)]
+
+    def _lines(self, piece: PartPiece) -> Iterator[RawLine]:
         part = piece.part
         if part.kind is not PartKind.jsonl:
             yield from (RawLine(number, row) for number, row in self._rows(piece))

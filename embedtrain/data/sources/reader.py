@@ -21,6 +21,7 @@ from embedtrain.data.sources.files import file_changed_error, file_version
 from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
 from embedtrain.data.sources.part_reader import PartPiece, PartReader
 from embedtrain.data.sources.parts import PartKind, SourcePart
+from embedtrain.data.sources.pictures import PictureSink
 from embedtrain.data.sources.resolve import find_parts
 from embedtrain.data.sources.values import BadRow, list_names
 from embedtrain.errors import DataError, EmbedtrainError
@@ -36,11 +37,12 @@ class Document:
     id: str  # "" for none
     title: str
     text: str
+    pictures: str = ""  # the item of these
 
     @property
     def full_text(self) -> str:
-        """The title and the text, joined as BEIR, mteb and Tevatron do."""
-        return f"{self.title} {self.text}".strip()
+        """The title and the text, joined as BEIR, mteb and Tevatron do, after the pictures."""
+        return self.pictures + f"{self.title} {self.text}".strip()
 
 
 def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document:
@@ -54,10 +56,15 @@ def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document
     text_key = next((key for key in values.TEXT_KEYS if key in row), None)
     text_key = text_key or next((key for key in row if normalized(key) in values.TEXT_KEYS), None)
     title_key = next((key for key in row if key.lower() == "title"), "title")
-    if text_key is None and title_key not in row:
-        raise BadRow(f'a document needs a "text", and this one has: {list_names(row)}')
+    pictures = [key for key in row if key not in (id_key, text_key, title_key) and any(values.picture_values(row[key]))]
+    if text_key is not None or title_key in row:  # beside texts, a picture elsewhere is a link that is not used
+        pictures = [key for key in pictures if not any(found.is_url for found in values.picture_values(row[key]))]
+    elif not pictures:
+        raise BadRow(f'a document needs a "text" or an "image", and this one has: {list_names(row)}')
     title = values.optional_string(row.get(title_key), f'"{title_key}"')
-    return Document(name, title, values.optional_string(row.get(text_key or "text"), f'"{text_key}"'))
+    text = values.optional_string(row.get(text_key or "text"), f'"{text_key}"')
+    items = [found.read(f'"{key}"') for key in pictures for found in values.picture_values(row[key])]
+    return Document(name, title, text, "".join(items))
 
 
 class DocumentReader:
@@ -65,22 +72,32 @@ class DocumentReader:
 
     document_parts: Sequence[SourcePart] = ()  # a corpus has no corpus
 
-    def __init__(self, parts: Sequence[SourcePart], name: str, *, ids_required: bool = True) -> None:
+    def __init__(
+        self, parts: Sequence[SourcePart], name: str, *, ids_required: bool = True, image_dir: str | None = None
+    ) -> None:
         self.parts, self.name = parts, name
         self._ids_required = ids_required
-        self._reader = PartReader()
+        self._reader = PartReader(image_dir=image_dir)
 
     def content(self) -> dict[str, Any]:
         """Digests of the parts."""
         return {"parts": [self._reader.digests(part) for part in self.parts], "documents": []}
 
+    def pictures(self) -> object:
+        """What caches of the documents depend on because of their pictures, as JSON; None without pictures."""
+        return self._reader.pictures_version(self.parts[0])
+
     def pieces(self, piece_bytes: int) -> list[PartPiece]:
         """All parts in order, in pieces of about this size."""
         return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
 
-    def documents(self, piece: PartPiece) -> Iterator[tuple[int, Document | BadRow]]:
-        """The documents of a piece with their line or row numbers within it."""
-        for line in self._reader.lines(piece):
+    def picture_folder(self, part: SourcePart) -> str:
+        """The folder of pictures that rows of a part name; empty where there is none."""
+        return self._reader.picture_folder(part)
+
+    def documents(self, piece: PartPiece, sink: PictureSink | None = None) -> Iterator[tuple[int, Document | BadRow]]:
+        """The documents of a piece with their line or row numbers within it; `sink` remembers their pictures."""
+        for line in self._reader.lines(piece, sink):
             if line.row is None:
                 continue
             try:
@@ -117,13 +134,14 @@ class PieceRows:
         layout: RowLayout,
         documents: DocumentLookup | None,
         source: TrainSource,
+        sink: PictureSink | None = None,
     ) -> None:
         self.piece, self.layout, self.lines, self.left_out = piece, layout, 0, 0
-        self._reader, self._documents, self._score_scale = reader, documents, source.score_scale
+        self._reader, self._documents, self._score_scale, self._sink = reader, documents, source.score_scale, sink
         self._condition = None if source.where is None else RowCondition(source.where, piece.part.kind)
 
     def __iter__(self) -> Iterator[tuple[int, Example | BadRow]]:
-        for line in self._reader.lines(self.piece):
+        for line in self._reader.lines(self.piece, self._sink):
             self.lines = line.number
             if line.row is None:
                 continue
@@ -207,13 +225,15 @@ class SourceReader:
         self.parts, self.left_out = source_parts.parts, source_parts.left_out
         self.documents: DocumentReader | None = None
         if source_parts.document_parts:
-            self.documents = DocumentReader(source_parts.document_parts, f"documents of {name}")
+            self.documents = DocumentReader(
+                source_parts.document_parts, f"documents of {name}", image_dir=source.image_dir
+            )
         named = parse_columns(source.columns)
         columns = None if named is None else named.names
         if columns is not None and source.where is not None:
             compared = [comparison.column for comparison in parse_condition(source.where)]
             columns = list(dict.fromkeys([*columns, *compared]))
-        self._reader = PartReader(subset=source.subset, split=source.split, columns=columns)
+        self._reader = PartReader(subset=source.subset, split=source.split, columns=columns, image_dir=source.image_dir)
 
     @property
     def document_parts(self) -> Sequence[SourcePart]:
@@ -232,6 +252,7 @@ class SourceReader:
         needs["lists"] = needs.pop("other_positives")  # mined folders of earlier versions have the digest of this name
         # Layouts and checks ask whether there are any; how many does not matter here.
         needs["batch_negatives"] = self.needs.batch_negatives > 0
+        pictures = [self._reader.pictures_version(self.parts[0]), self.documents and self.documents.pictures()]
         return {
             "version": FORMAT_VERSION,
             "format": source.format.value,
@@ -242,6 +263,7 @@ class SourceReader:
             **({"backslash_escapes": True} if source.backslash_escapes else {}),
             **({} if source.where is None else {"where": list(map(astuple, parse_condition(source.where)))}),
             "parts": [self._reader.digests(part) for part in self.parts],
+            **({"pictures": pictures} if any(pictures) else {}),
             "documents": self.documents.content()["parts"] if self.documents else [],
             "needs": needs,
         }
@@ -278,9 +300,22 @@ class SourceReader:
         """All parts in order, in pieces of about this size where they can be split."""
         return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
 
-    def rows(self, piece: PartPiece, layout: RowLayout, documents: DocumentLookup | None = None) -> PieceRows:
-        """The rows of one piece. The layout, as `detect_layout` returned it, is copied."""
-        return PieceRows(self._reader, piece, copy.deepcopy(layout), documents, self.source)
+    def picture_folder(self, part: SourcePart) -> str:
+        """The folder of pictures that rows of a part name; empty where there is none."""
+        return self._reader.picture_folder(part)
+
+    def rows(
+        self,
+        piece: PartPiece,
+        layout: RowLayout,
+        documents: DocumentLookup | None = None,
+        sink: PictureSink | None = None,
+    ) -> PieceRows:
+        """The rows of one piece. The layout, as `detect_layout` returned it, is copied.
+
+        `sink` remembers the pictures that are read; default: this process, as long as it runs.
+        """
+        return PieceRows(self._reader, piece, copy.deepcopy(layout), documents, self.source, sink)
 
     def lines_before(self, piece: PartPiece) -> int:
         """The number of lines or rows of the part before the piece."""

@@ -1,6 +1,7 @@
 """Unchecked rows of Parquet and Arrow files, and of data sets of the Hugging Face Hub."""
 
 import errno
+import json
 import os
 import re
 from collections import Counter
@@ -116,10 +117,13 @@ def _open_parquet(name: str) -> Iterator[tuple[Any, Any]]:
 def _rows_per_batch(metadata: Any, source: Any, groups: Sequence[int]) -> int:
     """How many rows take at most 1 GiB if each has the longest text of a dictionary: a small file may have long ones.
 
-    Other texts are stored as often as they occur. Writers limit dictionaries to about 1 MiB.
+    Other texts are stored as often as they occur, and on average, as with pictures, take at most 64 MiB. Writers limit
+    dictionaries to about 1 MiB.
     """
     largest = 1
     for group in map(metadata.row_group, groups):
+        average = group.total_byte_size // max(1, group.num_rows)
+        largest = max(largest, average * _MAX_BATCH_BYTES // MAX_LINE_BYTES)
         for column in map(group.column, range(group.num_columns)):
             if column.has_dictionary_page and column.total_uncompressed_size > _MAX_BATCH_BYTES // ROWS_PER_BATCH:
                 source.seek(column.dictionary_page_offset)
@@ -171,13 +175,31 @@ def _numbered_rows(name: str, batches: Iterator[pa.RecordBatch]) -> Iterator[Raw
     number = 0
     for whole in batches:
         _validate(whole)
-        for batch in _bounded_slices(whole):
+        for batch in _bounded_slices(_encoded_images(whole)):
             if batch.nbytes > MAX_LINE_BYTES:
                 limit = format_bytes(MAX_LINE_BYTES)
                 raise DataError(f"{name}: row {number + 1}: a row of more than {limit} is not read")
             for row in _python_rows(batch):
                 number += 1
                 yield number, row
+
+
+def _encoded_images(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with each Image of `datasets` as struct<bytes, path>, which some files have as bytes or paths."""
+    features = json.loads((batch.schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = features.get("info", {}).get("features", {}) if isinstance(features, dict) else {}
+    for index, name in enumerate(batch.schema.names):
+        feature, column = features.get(name), batch.column(index)
+        if not isinstance(feature, dict) or feature.get("_type") != "Image" or pa.types.is_struct(column.type):
+            continue
+        fields = {"bytes": pa.nulls(len(column), pa.binary()), "path": pa.nulls(len(column), pa.string())}
+        fields["bytes" if _is_binary(column.type) else "path"] = column
+        batch = batch.set_column(index, name, pa.StructArray.from_arrays([*fields.values()], [*fields]))
+    return batch
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _bounded_slices(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

@@ -4,8 +4,9 @@ import ast
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from itertools import islice
 from typing import TypeGuard, TypeVar
@@ -28,6 +29,33 @@ MAX_COLUMNS = 10_000  # of a row; for a hundred thousand, layouts and pyarrow ta
 
 class BadRow(Exception):
     """A row that cannot be used. The text gives the reason without the location."""
+
+
+class PictureValue(ABC):
+    """A picture that a row names or holds. Its header is read where the value is used, and nowhere else."""
+
+    is_url = False  # never a text, and never read
+
+    @abstractmethod
+    def read(self, name: str) -> str:
+        """The part of an item that stands for it; `name` is that of the value. Raises BadRow if it cannot be used."""
+
+    @property
+    @abstractmethod
+    def version(self) -> object:
+        """What changes with the picture, as JSON, known without reading it."""
+
+    @abstractmethod
+    def __repr__(self) -> str: ...
+
+
+def picture_values(value: object) -> Iterator[PictureValue]:
+    """The pictures of a value, in order."""
+    if isinstance(value, PictureValue):
+        yield value
+    elif isinstance(value, dict | list):
+        for element in value.values() if isinstance(value, dict) else value:
+            yield from picture_values(element)
 
 
 # What messages show.
@@ -82,6 +110,8 @@ def describe_value(value: object) -> str:
             return f"an object ({shorten(value)})"
         case bytes():
             return f"binary data ({shorten(value)})"
+        case PictureValue():
+            return f"a picture ({shorten(value)})"
         case _:
             return f"{type(value).__name__} ({shorten(value)})"
 
@@ -96,9 +126,11 @@ def describe_error(error: BaseException, length: int = 300) -> str:
 
 
 def string(value: object, name: str) -> str:
-    """A text, which may be empty; of an object with a text, that."""
+    """A text, which may be empty, or a picture; of an object with texts and pictures, the item of these."""
     if isinstance(value, dict):
         value = text_of(value, name)
+    if isinstance(value, PictureValue):
+        return value.read(name)
     if not isinstance(value, str):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         hint = ": write it as a text, in quotation marks" if is_number else ""
@@ -145,7 +177,7 @@ def text_list(value: object, name: str) -> list[str]:
 
 def text_with_instruction(value: object, name: str) -> tuple[str | None, str]:
     """A text, or [instruction, text]; the instruction "" means none."""
-    if is_text_pair(value):
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and not isinstance(value[1], list):
         return string(value[0], name), text(value[1], name)
     return None, text(value, name)
 
@@ -173,10 +205,14 @@ _MARK_KEYS = ("is_selected", "is_relevant", "is_positive", "relevant", "label", 
 
 
 def holds_text(value: object) -> bool:
-    """Whether a value is a text, or an object with one."""
+    """Whether a value is a text, a picture in a file, or an object with one of these."""
     if isinstance(value, dict):
         value = objects_in(value)
         value = value[0] if isinstance(value, list) and value else value
+    if isinstance(value, dict) and "role" not in value and any(_pictures_of_object(value)):
+        return True
+    if isinstance(value, PictureValue):
+        return not value.is_url
     return isinstance(value, str) or (isinstance(value, dict) and "role" not in value and _text_key(value) is not None)
 
 
@@ -191,12 +227,45 @@ def without_text(value: dict[str, object]) -> str:
 
 
 def text_of(value: dict[str, object], name: str) -> str:
-    """The title and the text of an object, joined as Tevatron and BEIR do."""
+    """The title and the text of an object, joined as Tevatron and BEIR do, after its pictures."""
     key = None if "role" in value else _text_key(value)
+    pictures = [] if "role" in value else list(_pictures_of_object(value))
+    if pictures:
+        rest = {other: element for other, element in value.items() if not any(picture_values(element))}
+        words = text_of(rest, name) if _text_key(rest) is not None else ""
+        return "".join(picture.read(name) for picture in pictures) + words
     if key is None:
         raise BadRow(f"{name} {without_text(value)}")
+    if isinstance(value[key], list):
+        return content_item(value[key], name)
     title, text = (optional_string(value.get(part), f'"{part}" of {name}') for part in ("title", key))
     return (text if key == "title" else f"{title} {text}").strip()
+
+
+def content_item(value: object, name: str) -> str:
+    """The item of a message's content in parts: `{"type": "text", "text"}` and `{"type": "image", "image"}`."""
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{name} must be a text, or a list of parts with a type, not {describe_value(value)}")
+    items: list[str] = []
+    for i, part in enumerate(value, 1):
+        location = f"part {i} of {name}"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            items.append(string(part["text"], location))
+        elif kind in ("image", "image_url") and any(pictures := list(picture_values(part))):
+            items += [picture.read(location) for picture in pictures]
+        else:
+            raise BadRow(f"{location} must be a text or an image, not {describe_value(part)}")
+    return "".join(items)
+
+
+def _pictures_of_object(value: dict[str, object]) -> Iterator[PictureValue]:
+    """The pictures that are values of an object, or lists of them."""
+    for element in value.values():
+        if isinstance(element, PictureValue):
+            yield element
+        elif isinstance(element, list):
+            yield from (picture for picture in element if isinstance(picture, PictureValue))
 
 
 def _text_key(value: dict[str, object]) -> str | None:

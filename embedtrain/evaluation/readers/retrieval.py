@@ -211,10 +211,11 @@ def read_documents(part: SourcePart, cache: Cache) -> Corpus:
 
 
 def _map_documents(part: SourcePart, cache: Cache) -> Corpus:
-    corpus_build = documents_build(DocumentReader([part], part.name), OnError.stop, cache)
+    reader = DocumentReader([part], part.name)
+    corpus_build = documents_build(reader, OnError.stop, cache)
     build([corpus_build])
     cache.verification.add(corpus_build.directory)
-    return Corpus(*MappedCorpus(corpus_build.directory).unique())
+    return Corpus(*MappedCorpus(corpus_build.directory, reader).unique())
 
 
 def _hold_documents(part: SourcePart) -> Corpus:
@@ -398,7 +399,7 @@ def _row_documents(path: Path, cache: Cache | None) -> Iterator[tuple[str, str]]
     if reader.documents is not None:
         corpus = documents_build(reader.documents, OnError.stop, cache or Cache(directory=cache_directory(None)))
         build([corpus])
-        documents = MappedCorpus(corpus.directory)
+        documents = MappedCorpus(corpus.directory, reader.documents)
     try:
         layout = reader.detect_layout(OnError.stop)
     except DataError as error:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from embedtrain.data.sources import values
 from embedtrain.data.sources.part_reader import raw_rows
 from embedtrain.data.sources.parts import PartKind, SourcePart
+from embedtrain.data.sources.pictures import RowPictures
 from embedtrain.data.sources.table_rows import no_progress_bars
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
@@ -82,17 +83,18 @@ def read_rows(part: SourcePart) -> Iterator[Row]:
     """The rows of a table. Raises DataError if the table or a row cannot be read."""
     name = table_name(part)
     has_cells = part.kind in (PartKind.csv, PartKind.tsv)
+    pictures = RowPictures(part)
     for number, fields in read_raw_rows(part):
         location = f"{name}:{number}"
         if isinstance(fields, BadRow):
             raise DataError(f"{location}: {fields}")
         if not has_cells:
-            yield Row(location, fields)
+            yield Row(location, pictures.row(fields))
             continue
         row = Row(location, {key: cell or "" for key, cell in fields.items()})  # an empty cell is an empty text
         if any(cell.lstrip().startswith("[") for cell in row.fields.values()):
             row = Row(location, row.check(lambda cells, _: _with_lists(cells), row.fields, ""))
-        yield row
+        yield Row(location, pictures.row(dict(row.fields)))
 
 
 def _with_lists(cells: Mapping[str, Any]) -> dict[str, Any]:

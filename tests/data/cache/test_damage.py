@@ -56,7 +56,7 @@ class Data:
         reader = DocumentReader([part_of_file(str(self.corpus))], "corpus")
         corpus = documents_build(reader, OnError.stop, cache)
         build([corpus])
-        documents = MappedCorpus(corpus.directory)
+        documents = MappedCorpus(corpus.directory, reader)
         stores = read_sources(self.sources, OnError.stop, RowRequirements(), cache)
         contents: list[Any] = [[list(texts) for texts in documents.unique()], [documents.text("d7")]]
         for rows, tokens in zip(stores, self.tokens(stores, cache), strict=True):

@@ -236,7 +236,7 @@ def test_unknown_document_ids(tmp_path: Path) -> None:
         write(path, BY_ID, {**BY_ID, "positive_document_ids": ids})
         assert error_of(path).startswith(f"{path}:2: {what}")
         assert len(read(path, OnError.skip)[0]) == 1
-    assert 'this row has "query_image": only texts' in bad(tmp_path, {**BY_ID, "query_image": "x.png"})
+    assert "names 'x.png', and it does not exist" in bad(tmp_path, {**BY_ID, "query_image": "x.png"})
     plain = write(tmp_path / "plain.jsonl", ROW)
     assert "has no use: rows hold their documents' texts themselves" in error_of(
         plain, ConfigError, documents=str(tmp_path / "corpus.jsonl")
@@ -261,7 +261,7 @@ def test_broken_corpora(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     for row, what in (
         ({"text": "x"}, 'a document needs an id ("docid" or "_id"), and this one has: text'),
-        ({"docid": "x"}, 'a document needs a "text", and this one has: docid'),
+        ({"docid": "x"}, 'a document needs a "text" or an "image", and this one has: docid'),
         ({"docid": "x", "text": 3}, '"text" must be a text, not a number (3)'),
         ({"docid": None, "text": "x"}, '"docid" is empty, and a document needs an id'),
     ):

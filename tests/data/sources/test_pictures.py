@@ -1,0 +1,233 @@
+"""Pictures in rows of files of users: which values are pictures, what is refused, and what is written of an item."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.row_store import RowStore, read_sources
+from embedtrain.data.images.files import PICTURES, content_key, decode_picture
+from embedtrain.data.images.item import MARK, Picture, item_parts, join_parts
+from embedtrain.data.sources.pictures import shown_item, written_item
+from embedtrain.errors import DataError
+
+
+def encoded(seed: int, **options: object) -> bytes:
+    """The file of a picture of 10 x (10 + seed) pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (10 + seed, 10, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, **{"format": "PNG", **options})
+    return file.getvalue()
+
+
+def picture(seed: int) -> Picture:
+    return Picture(content_key(encoded(seed)), 10, 10 + seed)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Pictures, one with a name without a suffix and one of another format."""
+    (tmp_path / "photos").mkdir()
+    for seed in range(4):
+        (tmp_path / "photos" / (f"{seed}.png" if seed else "zero")).write_bytes(encoded(seed))
+    return tmp_path
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read(path: Path, on_error: OnError = OnError.stop, **options: object) -> RowStore:
+    """The rows of a file, from a cache beside it."""
+    cache = Cache(directory=path.parent / "cache")
+    return read_sources([TrainSource(path=str(path), **options)], on_error, cache=cache)[0]  # type: ignore[arg-type]
+
+
+def items(store: RowStore) -> list[list[list[str | Picture]]]:
+    return [[item_parts(text) for text in row.texts] for row in store]
+
+
+def test_values_of_rows_in_json_lines(folder):
+    rows = [
+        {"query": "a", "pos": [{"image": "photos/1.png"}], "neg": [{"text": "b", "image": "photos/zero"}]},
+        {"query": {"text": "c", "images": ["photos/1.png", "photos/2.png"]}, "pos": ["photos/1.png"]},
+        {
+            "query": "d",
+            "pos": [{"content": [{"type": "text", "text": "e"}, {"type": "image", "image": "photos/3.png"}]}],
+        },
+    ]
+    store = read(write_rows(folder / "rows.jsonl", rows))
+    assert items(store) == [
+        [["a"], [picture(1)], [picture(0), "b"]],
+        [[picture(1), picture(2), "c"], ["photos/1.png"]],  # in a column of texts
+        [["d"], ["e", picture(3)]],
+    ]
+    assert "4 pictures" in str(store.report)
+    assert read(write_rows(folder / "rows.jsonl", rows)).report.cached
+
+
+@pytest.mark.parametrize(
+    ("header", "query"), [("filepath\ttitle", 1), ("image,caption", 1), ("text,image_path", 0), ("query,file_name", 0)]
+)
+def test_columns_of_names(folder, header, query):
+    """The text is the query, wherever it stands; a name without a suffix is a picture, too."""
+    delimiter = "\t" if "\t" in header else ","
+    cells = [["photos/1.png", "one"], ["photos/zero", "zero"]]
+    lines = [delimiter.join(row if query else row[::-1]) for row in cells]
+    path = folder / ("rows.tsv" if delimiter == "\t" else "rows.csv")
+    path.write_text("\n".join([header, *lines]))
+    assert items(read(path)) == [[["one"], [picture(1)]], [["zero"], [picture(0)]]]
+
+
+def test_texts_beside_pictures_that_are_not_used(folder):
+    """A column of links in data of texts changes nothing, and no mark of a text becomes a picture."""
+    reference = str(picture(1))
+    rows = [{"query": f"a{reference}", "passage": "b", "image": "https://example.org/1.jpg"}] * 2
+    (row, _) = read(write_rows(folder / "rows.jsonl", rows))
+    assert row.texts == (f"a{reference}".replace(MARK, "\ufffd"), "b")
+
+
+def test_images_in_parquet(folder):
+    """Bytes are copied once into a file of the cache, which is read without the Parquet file and where it was moved."""
+    images = [{"bytes": encoded(seed), "path": "x.png"} for seed in (1, 2, 1)] + [
+        {"bytes": None, "path": "photos/3.png"}
+    ]
+    features = {"image": {"_type": "Image"}, "query_image": {"_type": "Image"}}
+    table = pa.table({"query": ["a", "b", "c", "d"], "image": images, "answer": ["x"] * 4, "image_filename": ["y"] * 4})
+    table = table.append_column("other", pa.array([encoded(0)] * 4))
+    path = folder / "rows.parquet"
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})}), path)
+    store = read(path)
+    assert items(store) == [[[text], [picture(seed)]] for text, seed in zip("abcd", (1, 2, 1, 3), strict=True)]
+    places = [PICTURES.place(picture(seed)) for seed in (1, 2)]
+    assert places[0].file == places[1].file and Path(places[0].file).stat().st_size == sum(
+        p.length or 0 for p in places
+    )
+    moved = folder.parent / f"{folder.name}-moved"
+    shutil.move(folder, moved)
+    store = read(moved / "rows.parquet")
+    assert store.report.cached
+    for seed in (1, 3):
+        place = PICTURES.place(picture(seed))
+        assert str(moved) in place.file
+        assert decode_picture(place, picture(seed)).size == (10, 10 + seed)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("photos/9.png", "does not exist"),
+        ("notes.jpg", "no picture"),
+        ("../outside.png", "outside of"),
+        ("/etc/passwd", "outside of"),
+        ("https://example.org/a.png", "not downloaded"),
+        ("data:image/png;base64,AAAA", "not downloaded"),
+        ("photos", "folder"),
+        ("a\0.png", "null character"),
+        ("new\nline.png", r"'new\nline.png'"),
+    ],
+)
+def test_bad_pictures_refuse_their_row(folder, value, problem):
+    (folder / "notes.jpg").write_text("some notes")
+    (folder.parent / "outside.png").write_bytes(encoded(1))
+    rows = [{"query": "a", "pos": [{"image": "photos/1.png"}]}, {"query": "b", "pos": [{"image": value}]}]
+    path = write_rows(folder / "rows.jsonl", rows)
+    with pytest.raises(DataError) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}:2: ") and problem in str(error.value) and "\n" not in str(error.value)
+    store = read(path, OnError.skip)
+    assert items(store) == [[["a"], [picture(1)]]] and store.report.rows.num_skipped == 1
+
+
+def test_bytes_that_are_no_picture(folder):
+    rows = {"query": ["a", "b"], "image": [{"bytes": encoded(1), "path": None}, {"bytes": b"nothing", "path": None}]}
+    pq.write_table(pa.table(rows), folder / "rows.parquet")
+    with pytest.raises(DataError, match=r"row 2: .*7 bytes, and it is no picture"):
+        read(folder / "rows.parquet")
+
+
+def test_links_of_pictures_alone_are_refused(folder):
+    rows = [{"caption": "a", "image": "https://example.org/a.png"}]
+    with pytest.raises(DataError, match=r"'image' names pictures by URL, which are not downloaded.*img2dataset"):
+        read(write_rows(folder / "rows.jsonl", rows))
+
+
+def test_image_dir(folder):
+    path = write_rows(folder / "rows.jsonl", [{"caption": "a", "image": "1.png"}])
+    assert items(read(path, image_dir=str(folder / "photos"))) == [[["a"], [picture(1)]]]
+
+
+def test_a_replaced_picture_is_read_again(folder):
+    path = write_rows(folder / "rows.jsonl", [{"caption": "a", "image": "photos/1.png"}])
+    assert items(read(path)) == [[["a"], [picture(1)]]]
+    (folder / "photos" / "1.png").write_bytes(encoded(2))
+    assert items(read(path)) == [[["a"], [picture(2)]]]
+
+
+def test_pictures_of_a_corpus(folder):
+    """By id, with a title, a text and a picture."""
+    write_rows(
+        folder / "corpus.jsonl",
+        [{"id": "1", "image": "photos/1.png"}, {"id": "2", "text": "t", "image": "photos/2.png"}],
+    )
+    path = write_rows(folder / "rows.jsonl", [{"question": "a", "pos_doc": [{"id": "1"}], "neg_doc": [{"id": "2"}]}])
+    for _ in range(2):
+        store = read(path)
+        assert items(store) == [[["a"], [picture(1)], [picture(2), "t"]]]
+        assert store.report.num_pictures == 2
+        shutil.rmtree(next((folder / "cache").glob("documents-*")))  # which the pictures of the rows need
+
+
+def test_animated_pictures_are_counted(folder):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    frames[0].save(folder / "a.gif", save_all=True, append_images=frames[1:])
+    store = read(write_rows(folder / "rows.jsonl", [{"caption": "a", "image": "a.gif"}]))
+    assert "the first frame of 1 animated picture is used" in str(store.report)
+
+
+def test_written_items_are_read_as_the_same(folder):
+    """Named where they are, linked from another folder, or copied out of the cache."""
+    images = [{"bytes": encoded(seed), "path": None} for seed in (1, 2)]
+    pq.write_table(pa.table({"query": ["a", "b"], "image": images}), folder / "rows.parquet")
+    stored = read(folder / "rows.parquet")
+    write_rows(folder / "named.jsonl", [{"query": "c", "image": "photos/3.png"}])
+    named = read(folder / "named.jsonl")
+    one, two, three = stored[0].texts[1], stored[1].texts[1], named[0].texts[1]
+    assert written_item(three, folder) == {"image": "photos/3.png"}
+    wanted = [
+        "text",
+        one,
+        f"{three}text",
+        f"{one}{two}",
+        join_parts(["a ", *item_parts(three), " b ", *item_parts(one)]),
+    ]
+    for output in (folder, folder / "output"):
+        output.mkdir(exist_ok=True)
+        values = [written_item(item, output) for item in wanted]
+        assert values[0] == "text"
+        path = write_rows(output / "written.jsonl", [{"query": "q", "pos": [value]} for value in values])
+        assert [row.texts[1] for row in read(path)] == wanted
+    assert (folder / "output/images" / f"{picture(3).key:016x}.png").is_symlink()
+
+
+def test_shown_items(folder):
+    path = write_rows(folder / "rows.jsonl", [{"caption": "a", "image": "photos/1.png"}])
+    item = read(path)[0].texts[1] + " text"
+    assert shown_item(item) == f"[picture 10x11 {folder}/photos/1.png] text"
+    assert shown_item(f"{Picture(5, 2, 3)}") == "[picture 2x3]"
+
+
+def test_no_picture_is_read_of_cached_rows(folder):
+    path = write_rows(folder / "rows.jsonl", [{"caption": "a", "image": "photos/1.png"}])
+    first = items(read(path))
+    (folder / "photos" / "1.png").chmod(0)
+    assert items(read(path)) == first

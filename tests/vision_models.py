@@ -82,7 +82,11 @@ def vision_config(architecture: str) -> PretrainedConfig:
 def random_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Transformers' class with weights that move things, the same in every process."""
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModel.from_config(vision_config(architecture)).to(dtype).eval()
+    return randomise(AutoModel.from_config(vision_config(architecture)).to(dtype)).eval()
+
+
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with wide weights: with the usual ones all vectors are nearly one."""
     for weight in model.parameters():
         noise = torch.randn(weight.shape)
         weight.data.copy_(noise * 0.15 if weight.dim() > 1 else weight.data + noise * 0.05)
@@ -206,6 +210,9 @@ def class_features(architecture: str, encoder: Encoder, chunk: Chunk) -> Tensor:
     if architecture in QWEN:
         backbone.rope_deltas = None
     backbone.config._attn_implementation = "sdpa"
+    for module in (part for tower in encoder.vision_modules for part in tower.modules()):
+        if isinstance(getattr(module, "config", None), PretrainedConfig):
+            module.config._attn_implementation = "sdpa"
     if architecture == "qwen3_vl":  # the class's own way of adding rows
         language: Any = encoder.token_model
         vars(language).pop("_deepstack_process", None)

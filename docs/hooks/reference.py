@@ -160,7 +160,13 @@ def _kind(kind: Kind) -> str:
     """The options that one kind of model adds to those of all."""
     options = kind.options
     nested = [f for f in options_of(options) if f.name in kind.own_options and any(map(_has_a_table, f.classes))]
-    trees = [f"### model.{f.name}\n\n{tree(inner, f'model.{f.name}.')}" for f in nested for inner in f.classes]
+    owners = [name for other in kinds() for name in other.own_options]
+
+    def written(name: str, inner: type) -> str:
+        anchor = f"{kind.name}." if owners.count(name) > 1 else ""  # other kinds have a section of this name
+        return f"### model.{name}\n\n{tree(inner, f'model.{name}.', anchor)}"
+
+    trees = [written(option.name, inner) for option in nested for inner in option.classes]
     heading = f"### model.kind={kind.name}\n\n{docstring_line(options)}"
     return "\n\n".join([heading, table(options, "model.", f"{kind.name}.", without=ModelConfig), *trees])
 

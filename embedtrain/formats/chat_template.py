@@ -1,20 +1,23 @@
-"""Chat templates with the roles query and document, in which sentence-transformers describes how pairs are read.
+"""Chat templates, in which sentence-transformers describes how pairs and items with pictures are read.
 
-A template is rendered as one text, in which a system message, the prompt of sentence-transformers, may replace the
-instruction. Reading one finds where the rendered text can be cut so that parts tokenized on their own give the same
-tokens; writing one is the inverse.
+A template of pairs, with the roles query and document, is rendered as one text, in which a system message, the prompt
+of sentence-transformers, may replace the instruction. Reading one finds where the rendered text can be cut so that
+parts tokenized on their own give the same tokens; writing one is the inverse.
+
+An item with pictures is the content of a message of the role user, and its prompt a system message: `ItemTemplate`.
 """
 
 import copy
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.config.kind_settings import PLAIN_INSTRUCTION, PairTemplate
+from embedtrain.data.images.item import Picture
 from embedtrain.errors import ModelError
 from embedtrain.models.security import BoundExceeded, run_bounded
 from embedtrain.utils.formatting import one_line
@@ -29,9 +32,167 @@ _PROBED_INSTRUCTIONS = ("Find it.", "用于 1?")
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "item.type", "message.content[")
 # Of rendering all pairs; of the text of a pair, and of all texts that are tokenized to find where it can be cut.
 _RENDER_SECONDS, _MAX_CHARACTERS, _MAX_TOKENIZED = 10, 1 << 14, 5_000_000
+_SET_ITEM_TEMPLATE = "set model.item_template"
 _CUT_TEXT = "its chat template joins texts and what surrounds them into other tokens than ours"
 
+# Items by whose texts what a template writes around them is found: a text, a picture, both. The others have to agree.
+_TEXT: tuple[str | None, ...] = (" \ue000\n",)
+_PICTURE: tuple[str | None, ...] = (None,)
+_BOTH: tuple[str | None, ...] = ("\ue000", None)
+_ITEMS = (_TEXT, _PICTURE, _BOTH, (None, " \ue000"), (None, None), ("\ue000 ", None, "\ue001\n"))
+
 _Render = Callable[[str, str, str | None], str]  # query, document and system message to the text of a pair
+
+
+class Piece(NamedTuple):
+    """A text of an item between two of its pictures, or before or after all of them, and what stands around it."""
+
+    before: str
+    text: str
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class ItemTemplate:
+    """What stands around an item and around its prompt, and in place of a picture.
+
+    Attributes:
+        starts: before an item without a prompt that begins with a text, and before one that begins with a picture.
+        prompted: likewise with a prompt: the texts before and after it.
+        end: after an item.
+        picture: in place of a picture, with the token of pictures once.
+        special_tokens: whether the tokenizer adds its special tokens to the whole.
+    """
+
+    starts: tuple[str, str]
+    prompted: tuple[tuple[str, str], tuple[str, str]]
+    end: str
+    picture: str
+    special_tokens: bool
+
+    @classmethod
+    def of_text(cls, text: str, picture: str, bos_token: str | None) -> "ItemTemplate":
+        """That of a text with `{item}` once, and `{prompt}` before it once or not at all."""
+        before, _, end = text.partition("{item}")
+        first, _, second = before.partition("{prompt}")
+        return cls(
+            starts=(first + second,) * 2,
+            prompted=((first, second),) * 2,
+            end=end,
+            picture=picture,
+            special_tokens=_has_special_tokens(first + second, bos_token),
+        )
+
+    def around(self, prompt: str, parts: Sequence[str | Picture]) -> list[Piece | Picture]:
+        """The texts and pictures of an item, whose `parts` are without the prompt, and what stands around them."""
+        begins_with_picture = bool(parts) and not isinstance(parts[0], str)
+        first, second = self.prompted[begins_with_picture]
+        start = f"{first}{prompt}{second}" if prompt else self.starts[begins_with_picture]
+        pieces: list[Piece | Picture] = []
+        piece = Piece(start, "")
+        for part in parts:
+            if isinstance(part, str):
+                piece = piece._replace(text=part)
+            else:
+                pieces += [piece, part]
+                piece = Piece("", "")
+        return [*pieces, piece._replace(after=self.end)]
+
+
+def read_item_template(
+    tokenizer: PreTrainedTokenizerBase, where: str, picture_token: str, options: Mapping[str, Any]
+) -> ItemTemplate:
+    """What a tokenizer's chat template writes around items.
+
+    Args:
+        where: the directory, for messages.
+        picture_token: stands for a picture in what is rendered.
+        options: of `apply_chat_template`.
+
+    A ModelError if the template cannot render items with pictures, or writes more than what stands around them.
+    """
+    prompts = (None, _INSTRUCTIONS[0])
+
+    def render(prompt: str | None, item: Sequence[str | None]) -> str:
+        content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in item]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        if prompt is not None:
+            messages.insert(0, {"role": "system", "content": [{"type": "text", "text": prompt}]})
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        if len(text) > _MAX_CHARACTERS:
+            raise ValueError(f"{len(text):,} characters for a short text; at most {_MAX_CHARACTERS:,} are allowed")
+        return text
+
+    def render_all() -> list[list[str] | str]:
+        """For each prompt the texts of all items, or what is wrong."""
+        answers: list[list[str] | str] = []
+        for prompt in prompts:
+            try:
+                answers.append([render(prompt, item) for item in _ITEMS])
+            except MemoryError:
+                raise
+            except Exception as error:  # a template may raise anything
+                answers.append(one_line(error))
+        return answers
+
+    try:
+        rendered = run_bounded(render_all, _RENDER_SECONDS)
+    except BoundExceeded as error:
+        raise ModelError(f"{where}: rendering its chat template {error}; {_SET_ITEM_TEMPLATE}") from None
+    if isinstance(rendered[0], str):
+        raise ModelError(f"{where}: its chat template cannot render a text and a picture ({rendered[0]})")
+    plain = dict(zip(_ITEMS, rendered[0], strict=True))
+    start, _, end = plain[_TEXT].partition(str(_TEXT[0]))
+    picture = plain[_BOTH].removeprefix(f"{start}{_BOTH[0]}").removesuffix(end)
+    start_of_picture = plain[_PICTURE].removesuffix(picture + end)
+    found = ItemTemplate(
+        starts=(start, start_of_picture),
+        prompted=((start, ""), (start_of_picture, "")),  # of a template without system messages
+        end=end,
+        picture=picture,
+        special_tokens=_has_special_tokens(start, tokenizer.bos_token),
+    )
+    if not isinstance(rendered[1], str):
+        texts = dict(zip(_ITEMS, rendered[1], strict=True))
+        ends = f"{_TEXT[0]}{end}", f"{picture}{end}"
+        starts = [text.removesuffix(rest) for text, rest in zip((texts[_TEXT], texts[_PICTURE]), ends, strict=True)]
+        first, second = (text.partition(_INSTRUCTIONS[0]) for text in starts)
+        found = replace(found, prompted=((first[0], first[2]), (second[0], second[2])))
+    for prompt, of_prompt in zip(prompts, rendered, strict=True):
+        for item, text in zip(_ITEMS, of_prompt, strict=True) if not isinstance(of_prompt, str) else ():
+            parts = [Picture(0, 1, 1) if part is None else part for part in item]
+            pieces = found.around(prompt or "", parts)
+            if text != "".join(picture if isinstance(piece, Picture) else "".join(piece) for piece in pieces):
+                raise ModelError(
+                    f"{where}: its chat template changes items otherwise than by what stands around them; "
+                    f"{_SET_ITEM_TEMPLATE}"
+                )
+    if picture.count(picture_token) != 1:
+        raise ModelError(f"{where}: its chat template writes {picture!r:.60} for a picture, not {picture_token} once")
+    return found
+
+
+def write_item_template(template: ItemTemplate) -> str:
+    """A chat template that writes the same, of a template whose start is that of its prompt, as of `of_text`."""
+    before, after = template.prompted[0]
+    content = (
+        "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+        f"{{% if part.type == 'image' %}}{_literal(template.picture)}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
+        "{% endfor %}{% endif %}"
+    )
+    parts = (
+        _literal(before),
+        f"{{% for message in messages if message.role == 'system' %}}{content}{{% endfor %}}",
+        _literal(after),
+        f"{{% for message in messages if message.role != 'system' %}}{content}{{% endfor %}}",
+        _literal(template.end),
+    )
+    return "".join(parts)
+
+
+def _has_special_tokens(start: str, bos_token: str | None) -> bool:
+    """Whether processors of transformers add special tokens to a text that a chat template begins like this."""
+    return not (bos_token and start.startswith(bos_token))
 
 
 def read_chat_template(

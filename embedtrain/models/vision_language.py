@@ -10,6 +10,7 @@ Transformers' class does the same for padded items: its results, for single item
 P: pictures of a chunk; R: their rows in the language model; T: tokens; H: hidden size.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -75,12 +76,18 @@ class VisionFamily(ABC):
         return [backbone.get_submodule(name) for name in self.vision]
 
     def set_attention(self, backbone: nn.Module) -> None:
-        """Let the tower compute attention as `attention` says, in place."""
+        """Let the tower compute attention as `attention` says, in place.
+
+        Its configuration is copied before: classes share that of whoever made them, and refuse this name in it.
+        """
+        copies: dict[int, tuple[PretrainedConfig, PretrainedConfig]] = {}  # with the originals, which keep their ids
         for module in self.vision_modules(backbone):
             for part in module.modules():
                 config = getattr(part, "config", None)
                 if isinstance(config, PretrainedConfig):
-                    config._attn_implementation = self.attention
+                    _, own = copies.setdefault(id(config), (config, copy.copy(config)))
+                    own._attn_implementation = self.attention
+                    part.config = own
 
     def prepare(self, backbone: PreTrainedModel) -> None:
         """Set attention, and disable what an embedding model does not use, in place."""

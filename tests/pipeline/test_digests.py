@@ -182,7 +182,8 @@ _TEXTS = {
     "revision", "tokenizer_revision", "teacher_revision", "documents_revision", "qrels_revision", "subset",
     "split", "columns", "where",
     # texts that a model reads, and names of its parts
-    "query_prompt", "document_prompt", "instruction_format", "pair_template", "teacher_pair_template", "score_tokens",
+    "query_prompt", "document_prompt", "instruction_format", "item_template", "pair_template", "teacher_pair_template",
+    "score_tokens",
     "expansion_token", "skiplist_words", "rope_scaling", "targets", "modules_to_save", "block_class", "match",
     "names", "layers", "activation_checkpointing", "compile", "fused_kernels",
     # measures and choices

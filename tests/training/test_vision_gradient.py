@@ -3,7 +3,7 @@
 The reference encodes every item alone by transformers' own class, unsharded, and computes the textbook loss.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from embedtrain.data.types import Chunk, GlobalBatch
 from embedtrain.distributed import sharding
 from embedtrain.distributed.sharding import ParallelLayout, copy_local_rows, shard_encoder, warm_up
 from embedtrain.distributed.world import World
+from embedtrain.formats.chat_template import ItemTemplate
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.kinds.dense.model import Markup, VisionLayout, to_pixels
 from embedtrain.losses.infonce import InfoNCE
@@ -112,7 +113,8 @@ def make_encoder(case: Case) -> tuple[Encoder, TextTokenizer]:
             return [START, *[IMAGE] * (rows * columns // 4), END]
         return [START, *([*[IMAGE] * 4, END] * (rows * columns + 1))]
 
-    markup = Markup((120,), (121, 122), IMAGE, picture)
+    template = ItemTemplate.of_text("x y {prompt}{item} z", "", None)
+    markup = Markup(replace(template, special_tokens=False), IMAGE, picture)
     layout = VisionLayout(small_tokenizer(), processing, encoder.vision, markup, max_patches=200)
     if case.frozen:
         for module in encoder.vision_modules:

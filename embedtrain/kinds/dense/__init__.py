@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from embedtrain.config.recipe import ADAPTER, Pooling
 from embedtrain.config.validation import OptionChecks, written
+from embedtrain.errors import ConfigError
 from embedtrain.kinds import BackboneKind
 from embedtrain.kinds.dense.options import DenseOptions, check_dense
 
@@ -41,20 +42,56 @@ class Dense(BackboneKind):
         from embedtrain.config.losses import VectorSimilarity
         from embedtrain.formats.static_embedding import is_static
 
-        vectors = source.vectors
+        vectors, pictures = source.vectors, ""
+        if _reads_pictures(source):
+            pictures = f"texts and pictures{', vision tower frozen' * source.settings.frozen}, "
         sizes = "".join(f" -> {dense.num_out}" for dense in vectors.dense)
         heads = f", {'new ' * source.has_new_head}heads {vectors.dense[0].num_in}{sizes}" if vectors.dense else ""
         pooling = "mean of the tokens' rows" if is_static(source.config) else f"{written(vectors.pooling)} pooling"
         is_cosine = vectors.similarity is VectorSimilarity.cosine
         similarity = "" if is_cosine else f", compared by {vectors.similarity.value}"
-        return f"{pooling}{heads}{', normalised' if vectors.normalize else ''}{similarity}"
+        return f"{pictures}{pooling}{heads}{', normalised' if vectors.normalize else ''}{similarity}"
+
+    def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
+        """How pictures are read, and what stands around items."""
+        if not _reads_pictures(source):
+            return super().compared_settings(source)
+        vision = source.settings
+        return {"image processing": vision.processing.digest, "template of items": str(vision.template)}
+
+    def notes(self, source: "ModelSource") -> list[str]:
+        """What an export cannot be compared with."""
+        if not _reads_pictures(source):
+            return []
+        from embedtrain.kinds.dense.vision import missing_packages
+
+        missing = " and ".join(missing_packages(source))
+        note = f"sentence-transformers opens such a model only with {missing}: exports are not compared with it"
+        return [note] if missing else []
+
+    def identity(self, source: "ModelSource") -> dict[str, Any]:
+        """How pictures are read, and by which library."""
+        from embedtrain.data.images.files import image_identity
+
+        if not _reads_pictures(source):
+            return {}
+        vision = source.settings
+        return {"vision": [vision.processing.digest, str(vision.template), image_identity()]}
+
+    def ends_texts(self, source: "ModelSource") -> bool:
+        """A chat template ends them."""
+        return not _reads_pictures(source)
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
-        """Texts alone; those of a static table have no special tokens."""
+        """Texts alone, without special tokens in a static table; items with pictures in a vision-language model."""
         from embedtrain.data.tokens import Layout
         from embedtrain.formats.static_embedding import is_static
         from embedtrain.kinds.dense.model import StaticLayout
 
+        if _reads_pictures(source):
+            from embedtrain.kinds.dense.vision import vision_layout
+
+            return vision_layout(source, tokenizer)
         if is_static(source.config):
             return StaticLayout(tokenizer)
         return Layout(tokenizer, include_prompt=source.vectors.include_prompt)
@@ -91,6 +128,11 @@ class Dense(BackboneKind):
         """A model of random weights."""
         from embedtrain.kinds.dense.source import require_pooling_option, with_options
 
+        if getattr(source.config, "vision_config", None) is not None:
+            raise ConfigError(
+                f"model.config.model_type={source.config.model_type}: how pictures are read, and the chat template, "
+                "are in the files of a model; write model.path"
+            )
         require_pooling_option(model, "a model made from model.config")
         return with_options(source, model)
 
@@ -113,6 +155,10 @@ class Dense(BackboneKind):
         from embedtrain.formats.static_embedding import is_static
         from embedtrain.models.encoder import Encoder
 
+        if _reads_pictures(source):
+            from embedtrain.kinds.dense.vision import vision_encoder
+
+            return vision_encoder(source, model, self.head(source))
         encoder = super().encoder(source, model)
         if not is_static(source.config):
             return encoder
@@ -151,3 +197,9 @@ class Dense(BackboneKind):
         from embedtrain.kinds.dense.files import DenseFiles
 
         return DenseFiles()
+
+
+def _reads_pictures(source: "ModelSource") -> bool:
+    from embedtrain.kinds.dense.vision import reads_pictures
+
+    return reads_pictures(source)

@@ -1,18 +1,19 @@
 """Model directories of dense models, and of static tables: sentence-transformers and transformers."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedTokenizerBase
 
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import ExportConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
-from embedtrain.errors import CheckpointError
+from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.model_files import (
     HIDDEN,
     POOLING_FOLDER,
@@ -26,6 +27,7 @@ from embedtrain.formats.model_files import (
 from embedtrain.formats.sentence_transformers import (
     OLD_MODULE,
     SETTINGS,
+    TRANSFORMER_MODULE,
     TRANSFORMER_SETTINGS,
     load_model,
     opening,
@@ -34,8 +36,19 @@ from embedtrain.formats.sentence_transformers import (
     write_pooling,
 )
 from embedtrain.formats.static_embedding import STATIC_EMBEDDING, is_static, write_static_tokenizer
-from embedtrain.formats.transformers import tokenize_padded
+from embedtrain.formats.transformers import open_checked, resolve_max_length, tokenize_padded
 from embedtrain.formats.verify import PROBES, probes_of_sentence_transformer
+from embedtrain.kinds.dense.model import VisionLayout
+from embedtrain.kinds.dense.vision import (
+    encode_pictures,
+    encode_with_class,
+    missing_packages,
+    open_processor,
+    probe_items,
+    reads_pictures,
+    vision_layout,
+    write_processor,
+)
 from embedtrain.models.encoder import Encoder, hidden_size
 from embedtrain.models.file_references import read_json
 from embedtrain.models.pooling import build_pooling
@@ -83,15 +96,18 @@ class DenseFiles(ModelFiles):
 
     def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
         """Modules by their oldest names."""
-        static = is_static(source.config)
+        static, modules = is_static(source.config), {"": "Transformer", POOLING_FOLDER: "Pooling"}
+        settings: dict[str, Any] = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
         if static:
             write_static_tokenizer(directory, tokenizer.tokenizer, tokenizer.max_length)
+            modules = {"": STATIC_EMBEDDING}
+        elif reads_pictures(source):
+            settings = write_processor(directory, source, tokenizer)
         else:
             write_own_tokenizer(directory, tokenizer)
+        if not static:
             write_pooling(directory / POOLING_FOLDER, source)
-            settings: dict[str, Any] = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
             write_json(directory / TRANSFORMER_SETTINGS, settings)
-        modules = {"": STATIC_EMBEDDING} if static else {"": "Transformer", POOLING_FOLDER: "Pooling"}
         for dense in source.vectors.dense:
             folder = f"{len(modules)}_Dense"
             modules[folder] = "Dense"
@@ -101,7 +117,10 @@ class DenseFiles(ModelFiles):
             folder = f"{len(modules)}_Normalize"
             modules[folder] = "Normalize"
             (directory / folder).mkdir(exist_ok=True)
-        write_modules(directory, {path: OLD_MODULE + kind for path, kind in modules.items()})
+        types = {path: OLD_MODULE + kind for path, kind in modules.items()}
+        if reads_pictures(source):
+            types[""] = TRANSFORMER_MODULE  # versions before 6 read no pictures
+        write_modules(directory, types)
         write_settings(directory, source)
 
     def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
@@ -148,6 +167,14 @@ class DenseFiles(ModelFiles):
     def check_export(self, config: ExportConfig, kind: str) -> None:
         """Vectors may be cut."""
 
+    def require_check(self, source: ModelSource) -> None:
+        """The processor of SmolVLM needs a package for the durations of videos."""
+        if reads_pictures(source) and "num2words" in (missing := missing_packages(source)):
+            raise ConfigError(
+                f"transformers cannot open an export of {source.config.model_type} without {', '.join(missing)}: "
+                "install them, or write export.check=false"
+            )
+
     def is_transformers(self, source: ModelSource) -> bool:
         """A table is none of its models."""
         return not is_static(source.config)
@@ -159,9 +186,13 @@ class DenseFiles(ModelFiles):
         prompts: Mapping[str, str],
         device: torch.device,
     ) -> Tensor:
-        """Vectors without prompts, [N, D]."""
-        tokens = tokenizer.tokens(PROBES)
-        with torch.no_grad():
+        """Vectors without prompts, of texts and then of items with pictures: [N, D]."""
+        layout = tokenizer.layout
+        with torch.no_grad(), ExitStack() as stack:
+            items = list(PROBES)
+            if isinstance(layout, VisionLayout):
+                items += stack.enter_context(probe_items(layout, tokenizer.max_length))
+            tokens = tokenizer.tokens(items)
             chunks = [tokenizer.chunk(tokens, [row]).to(device) for row in range(len(tokens))]
             return torch.cat([encoder(chunk)[0].cpu() for chunk in chunks])
 
@@ -172,19 +203,39 @@ class DenseFiles(ModelFiles):
         tokenizer: PreTrainedTokenizerBase,
     ) -> Tensor:
         """Vectors [N, D] of the tokens that transformers computes."""
+        if reads_pictures(source):
+            return ModelFiles.probe_opened(self, encoder, source, tokenizer)
         batches = (tokenize_padded(tokenizer, [text]) for text in PROBES)
         encoder.eval()
         with torch.no_grad():
             return torch.cat([encoder(Chunk(batch["input_ids"], batch["attention_mask"]))[0] for batch in batches])
 
+    def of_transformers(self, directory: Path, source: ModelSource) -> Tensor:
+        """Pictures are read by the processor of transformers."""
+        if not reads_pictures(source):
+            return super().of_transformers(directory, source)
+        model, processor = open_checked(AutoModel, directory, source), open_processor(directory, source)
+        heads = self.add_heads(nn.Identity(), source).output
+        layout = vision_layout(source, processor.tokenizer)
+        length = resolve_max_length(source, processor.tokenizer)
+        with torch.no_grad(), probe_items(layout, length) as items:
+            return encode_with_class(model.eval(), processor, [*PROBES, *items], source, heads, length)
+
     def of_sentence_transformers(
         self, directory: Path, source: ModelSource, prompts: Mapping[str, str], max_length: int
-    ) -> Tensor:
-        """Vectors of SentenceTransformer; prompts and lengths are compared."""
+    ) -> Tensor | None:
+        """Vectors of SentenceTransformer; prompts and lengths are compared.
+
+        None if it cannot open the processor, of which transformers needs packages that are not installed.
+        """
+        if reads_pictures(source) and missing_packages(source):
+            return None
         with opening(directory):
             model = load_model("SentenceTransformer", directory, source)
             vectors = probes_of_sentence_transformer(model)
             stored, length = dict(model.prompts), model.max_seq_length
+            if reads_pictures(source):
+                vectors = torch.cat([vectors, encode_pictures(model, source, length)])
         for name, text in prompts.items():
             if stored.get(name) != text:
                 raise CheckpointError(
@@ -211,6 +262,8 @@ class DenseFiles(ModelFiles):
 
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """Without the tokens of the prompt (`include_prompt=false`) vectors would need a mask that no client passes."""
+        if reads_pictures(source):
+            return {}
         has_vectors = source.vectors.include_prompt or not any(source.prompts.values())
         return {HIDDEN: "length", VECTORS: None} if has_vectors else {HIDDEN: "length"}
 
@@ -224,6 +277,8 @@ class DenseFiles(ModelFiles):
 
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """Vectors, or hidden states that are pooled without the tokens of the prompt."""
+        if reads_pictures(source):
+            return {}
         if VECTORS not in self.graph_outputs(source):
             return {HIDDEN: (texts, length, hidden_size(source.config))}
         return {VECTORS: (texts, min(source.dimension, source.vectors.truncate_dim or source.dimension))}

@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.images.files import PICTURES, BadPicture, decode_picture
-from embedtrain.data.images.item import Picture
+from embedtrain.data.images.item import Picture, item_parts
 from embedtrain.data.images.layout import BLANK, PictureLayout
 from embedtrain.data.images.processing import FixedSize, ImageProcessing, NaFlex, QwenPatches, Tiles
-from embedtrain.data.tokens import Layout
+from embedtrain.data.tokens import UNLIMITED, FastTokenizer, Layout
 from embedtrain.data.types import SLOT, Chunk, TextRole, Tokens
 from embedtrain.errors import DataError
+from embedtrain.formats.chat_template import ItemTemplate, Piece
 from embedtrain.models.vision_language import VisionFamily
 
 
@@ -51,22 +52,24 @@ class StaticLayout(Layout):
 
 @dataclass(frozen=True)
 class Markup:
-    """The tokens that a vision-language model has around items and pictures, as its chat template writes them.
+    """What a vision-language model reads around items, and in place of pictures.
 
     Attributes:
-        before, after: ids around every item.
+        template: what stands around an item.
         image: the id that stands for each row of a picture.
         picture: all ids of a picture of so many rows and columns (`ImageProcessing.grid`), those rows among them.
     """
 
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    template: ItemTemplate
     image: int
     picture: Callable[[int, int], Sequence[int]]
 
 
 class VisionLayout(PictureLayout):
     """Items of texts and pictures in any order, as one row of tokens.
+
+    A text and what the template writes beside it become tokens together, as in processors of transformers: a tokenizer
+    may join the line break before a text with one that the text begins with. The prompt is not a part of the item.
 
     Args:
         family: of the model.
@@ -82,12 +85,21 @@ class VisionLayout(PictureLayout):
         family: VisionFamily,
         markup: Markup,
         *,
-        max_patches: int,
+        max_patches: int = UNLIMITED,
     ) -> None:
         super().__init__(tokenizer, processing.digest, special_tokens=False)
         self.processing, self.family, self.markup = processing, family, markup
         self.further_limits = (max_patches,)
         self._picture = lru_cache(1 << 12)(self._ids_of_grid)
+        self._text_ids = lru_cache(1 << 10)(lambda text: self.fast.ids([text], UNLIMITED)[0])
+        self.before, self.after = self._special_ids() if markup.template.special_tokens else ([], [])
+
+    def _special_ids(self) -> tuple[list[int], list[int]]:
+        """Those that the tokenizer adds to a text."""
+        own = self._text_ids("a")
+        ids = FastTokenizer(self.tokenizer).ids(["a"], UNLIMITED)[0]
+        start = next((n for n in range(len(ids)) if ids[n : n + len(own)] == own), 0)
+        return ids[:start], ids[start + len(own) :]
 
     def tokenize(
         self,
@@ -100,23 +112,48 @@ class VisionLayout(PictureLayout):
 
         A DataError for pictures that alone have more tokens than `limit`, or that the model cannot read.
         """
-        before, after = list(self.markup.before), list(self.markup.after)
-        items = []
-        for parts in self.parts(texts, limit):
-            left = limit - len(before) - len(after) - sum(self._checked(p) for p in parts if isinstance(p, Picture))
-            if left < 0:
-                sizes = " and ".join(f"{part.width} x {part.height}" for part in parts if isinstance(part, Picture))
-                raise DataError(
-                    f"an item has pictures of {sizes} pixels, which have {limit - left} tokens with the markup, and "
-                    f"model.max_length={limit}: raise it, or let the model's image processor make pictures smaller"
-                )
-            cut: list[list[int] | Picture] = [before]
-            for part in parts:
-                kept = part if isinstance(part, Picture) else part[:left]
-                left -= 0 if isinstance(kept, Picture) else len(kept)
-                cut.append(kept)
-            items.append([*cut, after] if before or after or any(cut) else [[self.nothing]])
-        return Tokens.of_parts(items)
+        prompts_of_texts = [prompts] * len(texts) if isinstance(prompts, str) else prompts
+        items = [
+            self.markup.template.around(prompt, item_parts(text.removeprefix(prompt)))
+            for text, prompt in zip(texts, prompts_of_texts, strict=True)
+        ]
+        ids = iter(
+            self.fast.ids(["".join(part) for item in items for part in item if isinstance(part, Piece)], UNLIMITED)
+        )
+        tokenized = []
+        for item in items:
+            parts = [part if isinstance(part, Picture) else next(ids) for part in item]
+            length = sum(self._checked(part) if isinstance(part, Picture) else len(part) for part in parts)
+            excess = length + len(self.before) + len(self.after) - limit
+            if excess > 0:
+                parts = self._cut(item, parts, excess, limit)
+            parts = [self.before, *parts, self.after]
+            tokenized.append(parts if any(parts) else [[self.nothing]])
+        return Tokens.of_parts(tokenized)
+
+    def _cut(
+        self, item: Sequence[Piece | Picture], parts: Sequence[list[int] | Picture], excess: int, limit: int
+    ) -> list[list[int] | Picture]:
+        """Without so many tokens of the texts, of the last one first; what stands around them stays."""
+        cut = list(parts)
+        for number, piece in reversed(list(enumerate(item))):
+            ids = cut[number]
+            if isinstance(piece, Picture) or isinstance(ids, Picture):
+                continue
+            before, after = len(self._text_ids(piece.before)), len(self._text_ids(piece.after))
+            end = len(ids) - after
+            fewer = min(excess, max(0, end - before))
+            cut[number], excess = ids[: end - fewer] + ids[end:], excess - fewer
+        if excess > 0:
+            sizes = " and ".join(f"{part.width} x {part.height}" for part in item if isinstance(part, Picture))
+            what = f"pictures of {sizes} pixels, which have" if sizes else "a prompt, which has"
+            can_shrink = bool(sizes) and isinstance(self.processing, QwenPatches)
+            hint = "raise it" + ", or lower model.image.max_pixels" * can_shrink
+            raise DataError(
+                f"an item has {what} {limit + excess} tokens with what stands around them, and "
+                f"model.max_length={limit}: {hint}"
+            )
+        return cut
 
     def _checked(self, picture: Picture) -> int:
         """The tokens of a picture that the model can read."""
@@ -212,8 +249,8 @@ class VisionLayout(PictureLayout):
     @property
     def identity(self) -> tuple[Any, ...]:
         """What determines the tokens besides those of texts and the sizes of pictures."""
-        markup = self.markup
-        return (*super().identity, markup.before, markup.after, markup.image, tuple(markup.picture(2, 2)))
+        markup, around = self.markup, (tuple(self.before), tuple(self.after))
+        return (*super().identity, str(markup.template), *around, markup.image, tuple(markup.picture(2, 2)))
 
 
 def to_pixels(processing: ImageProcessing) -> Callable[[Any], Tensor]:

@@ -6,9 +6,23 @@ from embedtrain.config.code import code_option, is_code_path
 from embedtrain.config.kind_settings import HeadConfig
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.names import explain_no_name
+from embedtrain.config.options import option
 from embedtrain.config.recipe import POOLINGS, ModelConfig, Pooling
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
+
+# Options that vision-language models do not have.
+_UNSUPPORTED = ("bidirectional", "rope_theta", "rope_scaling", "include_prompt")
+
+
+@dataclass(kw_only=True)
+class ImageOptions:
+    """How a vision-language model reads pictures."""
+
+    frozen: bool = False  # train nothing of the vision tower and of what projects its rows
+    # pixels of a picture, which the image processor of Qwen-VL makes larger or smaller; default: those of the directory
+    min_pixels: int | None = option(None, at_least=1)
+    max_pixels: int | None = option(None, at_least=1)
 
 
 @dataclass(kw_only=True)
@@ -27,6 +41,10 @@ class DenseOptions(ModelConfig):
     heads: list[HeadConfig] = field(default_factory=list)
     append_eos: bool | None = None  # end every text with the end-of-text token; default: true with pooling `last`
     include_prompt: bool | None = None  # include the prompt in mean pooling; default: that of the directory, else true
+    image: ImageOptions = field(default_factory=ImageOptions)  # of a vision-language model
+    # What a vision-language model reads around an item, with {item} once, and {prompt} before it. Default: what the
+    # chat template of the directory writes, with the prompt as a system message; without a template {prompt}{item}.
+    item_template: str | None = None
 
 
 def check_dense(model: DenseOptions) -> None:
@@ -44,6 +62,33 @@ def check_dense(model: DenseOptions) -> None:
             )
     for index, head in enumerate(model.heads):
         OptionChecks(head, f"model.heads[{index}].").at_least(1, "out")
+
+
+def check_vision(model: DenseOptions, *, is_vision: bool) -> None:
+    """Raise a ConfigError for options that fit only a vision-language model, or only another one."""
+    check, defaults = OptionChecks(model, "model."), DenseOptions()
+    for name in _UNSUPPORTED if is_vision else ("item_template",):
+        check.require(
+            getattr(model, name) == getattr(defaults, name),
+            name,
+            "is not for a vision-language model; leave it out"
+            if is_vision
+            else "is for a vision-language model, and this one reads texts alone; leave it out",
+        )
+    for name in () if is_vision else ("frozen", "min_pixels", "max_pixels"):
+        OptionChecks(model.image, "model.image.").require(
+            getattr(model.image, name) == getattr(defaults.image, name),
+            name,
+            "is for a vision-language model, and this one reads texts alone; leave it out",
+        )
+    template = model.item_template
+    if template is not None:
+        before, _, after = template.partition("{item}")
+        check.require(
+            template.count("{item}") == 1 and before.count("{prompt}") <= 1 and "{prompt}" not in after,
+            "item_template",
+            "must have {item} once, and {prompt} before it once or not at all",
+        )
 
 
 def include_prompt_error(pooling: str) -> str:

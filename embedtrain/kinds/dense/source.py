@@ -13,6 +13,7 @@ from embedtrain.formats.sentence_transformers import SETTINGS, Module, read_simi
 from embedtrain.formats.source import read_files, source_of
 from embedtrain.formats.static_embedding import is_static
 from embedtrain.kinds.dense.options import DenseOptions, include_prompt_error
+from embedtrain.kinds.dense.vision import read_vision
 from embedtrain.models.attention_direction import require_pooling
 from embedtrain.models.heads import dense_heads
 from embedtrain.models.pooling import pooling_of
@@ -36,6 +37,8 @@ def read(kind: Kind, directory: Path, model: DenseOptions, route: Sequence[Modul
         source = replace(source, vectors=vectors)
     if files.modules.pooling is None:
         require_pooling_option(model, what)
+    if (vision := read_vision(files, model)) is not None:
+        source = replace(source, settings=vision)
     return with_options(source, model)
 
 

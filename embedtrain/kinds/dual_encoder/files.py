@@ -35,6 +35,7 @@ from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.dense.files import DenseFiles, write_settings
 from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.kinds.dense.source import read as read_dense
+from embedtrain.kinds.dense.vision import reads_pictures
 from embedtrain.kinds.dual_encoder.options import ROLES, DualEncoderOptions, check_export_options, tower_options
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.types import ModelSource, Towers, VectorSettings
@@ -67,6 +68,11 @@ def _joined(kind: Kind, model: DualEncoderOptions, tower: Callable[[str, DenseOp
         options = tower_options(model, role)
         with tower_options_named(role):
             towers[role] = tower(role, options)
+            if reads_pictures(towers[role]):
+                raise ConfigError(
+                    f"{towers[role].directory} is a vision-language model, which is no tower of a dual encoder; train "
+                    "it alone, as model.kind=dense"
+                )
             if not isinstance(pooling := towers[role].vectors.pooling, Pooling):
                 raise ModelError(
                     f"{towers[role].directory}: is pooled by a class of the user, {pooling}, which no tower of a dual "

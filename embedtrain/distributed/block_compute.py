@@ -196,13 +196,20 @@ def require_fp8(world: World, precision: Precision) -> None:
 def compiles_blocks(parallel: ParallelConfig, device: torch.device) -> bool:
     """Whether `parallel.compile` asks for compiled blocks in training on this device.
 
-    By default on GPUs where Triton, which computes the graphs, is installed. Kernels are chosen by their speed, so not
-    where the same run has to repeat bit for bit.
+    By default on GPUs where Triton, which computes the graphs, is installed.
+    """
+    has_triton = importlib.util.find_spec("triton") is not None
+    return wants_compiled_blocks(parallel, gpu=device.type == "cuda" and has_triton)
+
+
+def wants_compiled_blocks(parallel: ParallelConfig, *, gpu: bool) -> bool:
+    """`compiles_blocks` of a machine that is not here; `gpu`: whether it has GPUs, with Triton.
+
+    Kernels are chosen by their speed, so by default not where the same run has to repeat bit for bit.
     """
     if isinstance(parallel.compile, bool):
         return parallel.compile
-    has_triton = importlib.util.find_spec("triton") is not None
-    return device.type == "cuda" and has_triton and not parallel.deterministic
+    return gpu and not parallel.deterministic
 
 
 def compile_forward(encoder: nn.Module, blocks: Sequence[nn.Module], fallback: Fallback) -> None:

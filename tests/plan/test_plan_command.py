@@ -3,11 +3,12 @@
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 
 from embedtrain.commands.plan import PlanOptions, compose_plan
-from embedtrain.commands.plan.compute import plan
+from embedtrain.commands.plan.compute import plan, planned_model
 from embedtrain.config.recipe import Strategy
 from embedtrain.errors import ConfigError
 from tests.commands import call, call_separately
@@ -219,6 +220,19 @@ def test_lora_needs_less_memory():
     assert adapted.best.fits
     assert adapted.model.weights.frozen_by_dtype == {"bfloat16": 2 * 7_504_924_672}
     assert adapted.model.weights.trained < 0.01 * adapted.model.weights.parameters
+
+
+def test_fused_kernels_are_counted_where_blocks_are_not_compiled():
+    """By the condition of training, on GPUs with Triton."""
+    recipe, options = compose_plan([shape(small_model("llama").config), *BATCH, "model.pooling=last"])
+
+    def saved(**parallel):  # not composed, which asks for liger-kernel on this machine
+        changed = replace(recipe, parallel=replace(recipe.parallel, fused_kernels=True, **parallel))
+        return planned_model(changed, options).model.activations(False).block
+
+    compiled = saved()
+    assert saved(compile=True, deterministic=True) == compiled
+    assert saved(compile=False) == saved(deterministic=True) < compiled
 
 
 def test_host_memory_limits_offload():

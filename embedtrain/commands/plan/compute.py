@@ -12,6 +12,7 @@ from embedtrain.config.source_losses import source_requirements
 from embedtrain.data.rows import Example
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.train_data import resolve_sources
+from embedtrain.distributed.block_compute import wants_compiled_blocks
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.inference.search_costs import SearchCosts, SearchWorkload, search_costs
@@ -197,7 +198,7 @@ def planned_model(recipe: Recipe, options: "PlanOptions") -> PlannedModel:
         packable and check_packing(encoder, precision=precision, capability=KERNEL_CAPABILITY).padding_reason is None
     )
     parallel = recipe.parallel
-    is_compiled = parallel.compile is True or (parallel.compile == "auto" and not parallel.deterministic)
+    is_compiled = wants_compiled_blocks(parallel, gpu=True)
     model = model_spec(
         encoder,
         meta.blocks,

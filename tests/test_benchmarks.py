@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 from benchmarks import late_interaction, memory_traffic, pipeline_ablation, reranking, scale, sparse
 from benchmarks.comparison import Batches, StepResults, comparison_cells, make_step_context
 from benchmarks.gpu import __main__ as gpu_main
+from benchmarks.gpu import expected
 from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import training as gpu
 from benchmarks.inputs import MINILM
@@ -32,6 +33,8 @@ from embedtrain.config.recipe import SELECTIVE, Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
+from embedtrain.inference.loading.load import quiet_libraries
+from tests.conftest import ROOT
 from tests.pretend_cuda.device import host_reads
 
 QUICK = ("search",)
@@ -182,6 +185,27 @@ def test_measured_steps_wait_for_the_device_as_those_of_a_run(cuda_ranks: Any, n
     """Once: otherwise the tables would show waits that training does not have."""
     (reads,) = cuda_ranks(1, reads_of_a_step, name)
     assert [(line.split(":")[0], count) for line, count in reads.items()] == [("training/step.py", 1)]
+
+
+def expected_on(machine: str) -> str:
+    """The table of docs/gpus.md."""
+    page = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
+    return page.partition(f"### {machine}\n\n")[2].partition("\n\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("machine", "models"),
+    [
+        ("One card of 24 GB", ["XLM-R-base"]),
+        ("One node of eight cards of 80 GB", ["Qwen3-4B, LoRA"]),
+        *(pytest.param(machine, list(expected.MODELS), marks=pytest.mark.slow) for machine in expected.MACHINES),
+    ],
+)
+def test_what_to_expect_of_gpus_is_what_the_plan_computes(machine: str, models: list[str]) -> None:
+    quiet_libraries()
+    computed, documented = expected.table(machine, models).splitlines(), expected_on(machine).splitlines()
+    assert [line for line in documented if line in computed] == computed
+    assert len(documented) == 2 + len(expected.MODELS)
 
 
 def test_stored_tables_are_replaced_and_not_measured_again(tmp_path: Path) -> None:

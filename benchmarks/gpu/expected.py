@@ -1,6 +1,6 @@
 """The tables of docs/gpus.md: what `plan` computes for one card of 24 GB, one of 80 GB and a node of eight."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from benchmarks.gpu.models import sized_named
 from benchmarks.measure import markdown
@@ -29,31 +29,35 @@ HEADER = ("model", "strategy", "memory, GiB", "tokens of a step that are encoded
 def tables() -> str:
     """A section of the page for each machine."""
     quiet_libraries()
-    sections = (f"### {machine}\n\n{markdown(HEADER, list(_rows(options)))}" for machine, options in MACHINES.items())
+    sections = (f"### {machine}\n\n{table(machine, MODELS)}" for machine in MACHINES)
     return "\n\n".join(sections) + "\n"
 
 
-def _rows(machine: tuple[str, ...]) -> Iterator[list[str]]:
+def table(machine: str, models: Iterable[str]) -> str:
+    """The rows of these models."""
+    return markdown(HEADER, [_row(MACHINES[machine], label) for label in models])
+
+
+def _row(machine: tuple[str, ...], label: str) -> list[str]:
     cards = int(machine[0].removeprefix("gpus="))
-    for label, (name, more) in MODELS.items():
-        sized = sized_named(name)
-        config = ", ".join(f"{key}: {_written(value)}" for key, value in sized.config.items())
-        arguments = (
-            *machine, *more,
-            f"model.config={{{config}}}", f"model.pooling={sized.pooling.value}", "model.tokenizer=none",
-            f"train.global_batch_size={ROWS_A_CARD * cards}", f"tokens_per_text={LENGTH}", "texts_per_row=2",
-        )  # fmt: skip
-        planned = plan(*compose_plan(list(arguments)))
-        best, work = planned.best, planned.local
-        if not best.fits:
-            yield [label, f"does not fit: {best.name}", f"{best.memory.total / 2**30:.1f}", "-", "-", "-"]
-            continue
-        tokens = work.texts * planned.work.tokens_per_text
-        once = min(1.0, planned.work.activation_tokens / tokens) if planned.work.activation_tokens else 0.0
-        yield [
-            label, best.name, f"{best.memory.total / 2**30:.1f}", f"{once:.0%}", f"{planned.largest_chunk or 0:,}",
-            f"{best.traffic.seconds:.2f}",
-        ]  # fmt: skip
+    name, more = MODELS[label]
+    sized = sized_named(name)
+    config = ", ".join(f"{key}: {_written(value)}" for key, value in sized.config.items())
+    arguments = (
+        *machine, *more,
+        f"model.config={{{config}}}", f"model.pooling={sized.pooling.value}", "model.tokenizer=none",
+        f"train.global_batch_size={ROWS_A_CARD * cards}", f"tokens_per_text={LENGTH}", "texts_per_row=2",
+    )  # fmt: skip
+    planned = plan(*compose_plan(list(arguments)))
+    best, work = planned.best, planned.local
+    if not best.fits:
+        return [label, f"does not fit: {best.name}", f"{best.memory.total / 2**30:.1f}", "-", "-", "-"]
+    tokens = work.texts * planned.work.tokens_per_text
+    once = min(1.0, planned.work.activation_tokens / tokens) if planned.work.activation_tokens else 0.0
+    return [
+        label, best.name, f"{best.memory.total / 2**30:.1f}", f"{once:.0%}", f"{planned.largest_chunk or 0:,}",
+        f"{best.traffic.seconds:.2f}",
+    ]  # fmt: skip
 
 
 def _written(value: object) -> str:

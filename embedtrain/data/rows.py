@@ -5,7 +5,7 @@ Nothing here imports torch: files are also read by commands that do not compute.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -144,19 +144,22 @@ def format_row(
     negatives: Sequence[str],
     ids: Sequence[str],
     scores: tuple[Sequence[float], Sequence[float]] | None,
+    written: Callable[[str], Any] = str,
 ) -> str:
     """The row with `negatives` instead of its own, as JSON in FlagEmbedding's layout, which our reader restores.
 
     `ids` has one per negative, "" for none, or is empty; `scores` has float32 scores of positives and of negatives.
+    `written` gives the value of an item, see `written_item`.
     """
-    query, positives = row.query, list(row.positives.texts)
-    fields: dict[str, Any] = {"query": query, "pos": positives, "neg": list(negatives)}
+    query, positives = written(row.query), list(map(written, row.positives.texts))
+    of_negatives = list(map(written, negatives))
+    fields: dict[str, Any] = {"query": query, "pos": positives, "neg": of_negatives}
     symmetric = row.document_instruction is not None and row.document_instruction == row.instruction
     if row.document_instruction is not None and (row.max_negatives is not None or not symmetric):
         document_instruction = row.document_instruction
         fields["query"] = [row.instruction or "", query]
         fields["pos"] = [[document_instruction, text] for text in positives]
-        fields["neg"] = [[document_instruction, text] for text in negatives]
+        fields["neg"] = [[document_instruction, text] for text in of_negatives]
     elif row.instruction is not None:
         fields["prompt"] = row.instruction
         if symmetric:

@@ -204,7 +204,8 @@ def _corpus_documents(part: SourcePart, source: int, progress: ProgressCallback)
         if isinstance(document, BadRow):
             raise DataError(f"{part.location(line)}: {document}")
         # Whitespace around a text without a title is kept, so that it equals the same text in a row.
-        text = document.text if source == NO_SOURCE and not document.title else document.full_text
+        is_text = source == NO_SOURCE and not document.title and not document.pictures
+        text = document.text if is_text else document.full_text
         if text.strip():
             texts.append(text)
             ids.append(document.id)

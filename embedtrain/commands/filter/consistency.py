@@ -10,6 +10,7 @@ Shapes: N documents of the pool, P positives of a source (row by row), p those o
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.row_store import ArrowRows
 from embedtrain.data.rows import Example, format_row, text_keys
 from embedtrain.data.sampling.permutation import Purpose, make_key, permute
+from embedtrain.data.sources.pictures import written_item
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -355,13 +357,13 @@ class FilteredSource:
         """The rows with the positives that are kept, as lines; a row without any is left out."""
         for row, _, is_kept in self._rows():
             if is_kept.any():
-                yield f"{_format(row.with_positives(is_kept.tolist()))}\n"
+                yield f"{self._format(row.with_positives(is_kept.tolist()))}\n"
 
     def rejected_rows(self) -> Iterator[str]:
         """The rows with the positives that are not kept, their ranks and scores, as lines."""
         for row, indices, is_kept in self._rows():
             if not is_kept.all():
-                fields = json.loads(_format(row.with_positives((~is_kept).tolist())))
+                fields = json.loads(self._format(row.with_positives((~is_kept).tolist()), REJECTED))
                 fields["ranks"] = self.ranks[indices][~is_kept].tolist()
                 fields["scores"] = [float(str(score)) for score in self.scores[indices][~is_kept]]
                 yield f"{json.dumps(fields, ensure_ascii=False)}\n"
@@ -369,10 +371,17 @@ class FilteredSource:
     def annotated_rows(self) -> Iterator[str]:
         """All rows with the ranks and scores of their positives, as lines."""
         for row, indices, _ in self._rows():
-            fields = json.loads(_format(row))
+            fields = json.loads(self._format(row))
             fields["rank"] = self.ranks[indices].tolist()
             fields["score"] = [float(str(score)) for score in self.scores[indices]]
             yield f"{json.dumps(fields, ensure_ascii=False)}\n"
+
+    def _format(self, row: Example, subfolder: str = "") -> str:
+        """The line of a row in a folder below the output."""
+        negatives = row.negatives
+        scores = (row.positives.scores, negatives.scores) if row.positives.scores else None
+        written = partial(written_item, folder=Path(self.options.output_dir, subfolder))
+        return format_row(row, negatives.texts, negatives.ids, scores, written)
 
     def _rows(self) -> Iterator[tuple[Example, slice, NDArray[np.bool_]]]:
         """Each row, the indices of its positives, and which of them are kept."""
@@ -411,9 +420,3 @@ class FilteredSource:
             scores=self.scores,
             examples=examples,
         )
-
-
-def _format(row: Example) -> str:
-    negatives = row.negatives
-    scores = (row.positives.scores, negatives.scores) if row.positives.scores else None
-    return format_row(row, negatives.texts, negatives.ids, scores)

@@ -5,6 +5,7 @@ Shapes: R rows of a source, C candidates of a query.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from embedtrain.commands.mine.stats import MiningStats, SuspectedLabel
 from embedtrain.data.rows import Example, format_row, text_keys
 from embedtrain.data.sampling.permutation import Purpose, make_key, random_bits
+from embedtrain.data.sources.pictures import written_item
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -341,6 +343,7 @@ def mine_row(
         [pool[number] for number in negatives.tolist()],
         ids if any(ids) else [],
         (positive_scores.tolist(), scores.tolist()) if options.scores else None,
+        partial(written_item, folder=Path(options.output_dir)),
     )
 
     limit = threshold(query.reference_score, options, logits=query.logits)

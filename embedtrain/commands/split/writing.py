@@ -8,8 +8,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from embedtrain.data.rows import Example, format_row
 from embedtrain.data.sources.files import file_changed_error
 from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, FlagEmbedding, RowLayout
 from embedtrain.data.sources.part_reader import PartPiece
+from embedtrain.data.sources.pictures import written_item
 from embedtrain.data.sources.reader import SourceReader
 from embedtrain.data.sources.resolve import expand_sources, source_names
 from embedtrain.data.sources.values import BadRow
@@ -259,8 +261,10 @@ def require_new(output_dir: Path, names: Sequence[str]) -> None:
 class _DevSet:
     """The held-out queries, judgements and documents; the documents are written at once."""
 
-    def __init__(self, corpus: TextIO, document_keys: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
-        self.num_documents = 0
+    def __init__(
+        self, corpus: TextIO, document_keys: "np.ndarray[tuple[int], np.dtype[np.int64]]", folder: Path
+    ) -> None:
+        self.num_documents, self._folder = 0, folder
         self._corpus, self._keys = corpus, document_keys
         self._numbers = np.zeros(len(document_keys), dtype=np.int32)  # of written documents, from 1
         self._queries: dict[int, tuple[str, dict[str, None]]] = {}  # text and relevant ids, by the query's key
@@ -271,7 +275,7 @@ class _DevSet:
         if not self._numbers[index]:
             self.num_documents += 1
             self._numbers[index] = self.num_documents
-            line = {"_id": f"d{self.num_documents}", "title": "", "text": text}
+            line = {"_id": f"d{self.num_documents}", "title": "", **_fields_of_item(text, self._folder)}
             self._corpus.write(json.dumps(line, ensure_ascii=False) + "\n")
         return f"d{self._numbers[index]}"
 
@@ -285,7 +289,8 @@ class _DevSet:
         count = 0
         judgements.write("query-id\tcorpus-id\tscore\n")
         for number, (text, relevant) in enumerate(self._queries.values(), 1):
-            queries.write(json.dumps({"_id": f"q{number}", "text": text}, ensure_ascii=False) + "\n")
+            line = {"_id": f"q{number}", **_fields_of_item(text, self._folder)}
+            queries.write(json.dumps(line, ensure_ascii=False) + "\n")
             judgements.writelines(f"q{number}\t{document}\t1\n" for document in relevant)
             count += len(relevant)
         return count
@@ -308,7 +313,8 @@ def write_split(
     counts = SplitCounts()
     with ExitStack() as stack:
         corpus_file, queries, judgements = (stack.enter_context(_new_file(output_dir / name)) for name in DEV_FILES)
-        dev = _DevSet(corpus_file, np.unique(np.frombuffer(keys.positives + keys.negatives, dtype=np.int64)))
+        document_keys = np.unique(np.frombuffer(keys.positives + keys.negatives, dtype=np.int64))
+        dev = _DevSet(corpus_file, document_keys, (output_dir / DEV_FILES[0]).parent)
         number = 0
         for source, name in zip(sources, names, strict=True):
             train = stack.enter_context(_new_file(output_dir / name))
@@ -325,7 +331,7 @@ def write_split(
                             dev.add_document(text)
                 else:
                     counts.train_rows[-1] += 1
-                    counts.num_dropped += _write_row(train, texts, split)
+                    counts.num_dropped += _write_row(train, texts, split, output_dir)
                     if all_documents:
                         for text in texts.texts[1:]:
                             dev.add_document(text)
@@ -337,7 +343,12 @@ def write_split(
     return counts
 
 
-def _write_row(file: TextIO, texts: Example, split: Split) -> int:
+def _fields_of_item(item: str, folder: Path) -> dict[str, Any]:
+    written = written_item(item, folder)
+    return written if isinstance(written, dict) else {"text": written}
+
+
+def _write_row(file: TextIO, texts: Example, split: Split, folder: Path) -> int:
     """Write a training row without negatives that are held-out texts; returns their number."""
     kept = [
         index
@@ -346,7 +357,8 @@ def _write_row(file: TextIO, texts: Example, split: Split) -> int:
     ]
     negatives = texts.negatives.take(kept)
     scores = (texts.positives.scores, negatives.scores) if texts.positives.scores else None
-    file.write(format_row(texts, negatives.texts, negatives.ids, scores) + "\n")
+    written = partial(written_item, folder=folder)
+    file.write(format_row(texts, negatives.texts, negatives.ids, scores, written) + "\n")
     return len(texts.negatives) - len(kept)
 
 

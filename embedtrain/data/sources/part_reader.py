@@ -111,8 +111,18 @@ class PartReader:
         `sink` remembers the pictures that are used.
         """
         pictures = RowPictures(piece.part, self._image_dir, sink, self._columns, partial(self._first_rows, piece.part))
+        if piece.part.kind is PartKind.beir:  # whose queries are read as items when they are joined
+            read = partial(self._table_rows, sink=sink)
+            yield from (RawLine(number, row) for number, row in judged_rows(piece.part, read))
+            return
         for line in self._lines(piece):
             yield RawLine(line.number, pictures.row(line.row)) if isinstance(line.row, dict) else line
+
+    def _table_rows(self, table: SourcePart, sink: PictureSink | None) -> Iterator[RawRow]:
+        """The rows of a table of a BEIR folder with their pictures."""
+        pictures = RowPictures(table, self._image_dir, sink)
+        for number, row in raw_rows(table, subset=self._subset, split=self._split):
+            yield number, pictures.row(row) if isinstance(row, dict) else row
 
     def picture_folder(self, part: SourcePart) -> str:
         """The folder of pictures that rows of a part name; empty where there is none."""
@@ -120,6 +130,7 @@ class PartReader:
 
     def pictures_version(self, part: SourcePart) -> object:
         """`pictures_version` of the first rows of a part."""
+        part = part.tables[1] if part.tables else part  # the queries of a BEIR folder
         pictures = RowPictures(part, self._image_dir, None, self._columns, partial(self._first_rows, part))
         try:
             return pictures_version(pictures.row(row) for row in self._first_rows(part))

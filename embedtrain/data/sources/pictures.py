@@ -64,7 +64,7 @@ def picture_folder(part: SourcePart, image_dir: str | None = None) -> str | None
     """The folder that names of pictures in a part are relative to; None where there is none on this machine."""
     if image_dir is not None:
         return os.path.abspath(local_path(image_dir))
-    name = local_path(part.tables[0].name if part.tables else part.name)
+    name = local_path(part.tables[1].name if part.tables else part.name)  # of a BEIR folder, that of its queries
     if is_url(name):
         return None
     if part.kind is PartKind.hub:

@@ -56,15 +56,12 @@ def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document
     text_key = next((key for key in values.TEXT_KEYS if key in row), None)
     text_key = text_key or next((key for key in row if normalized(key) in values.TEXT_KEYS), None)
     title_key = next((key for key in row if key.lower() == "title"), "title")
-    pictures = [key for key in row if key not in (id_key, text_key, title_key) and any(values.picture_values(row[key]))]
-    if text_key is not None or title_key in row:  # beside texts, a picture elsewhere is a link that is not used
-        pictures = [key for key in pictures if not any(found.is_url for found in values.picture_values(row[key]))]
-    elif not pictures:
+    pictures = values.pictures_beside(row, (text_key, title_key))
+    if text_key is None and title_key not in row and not pictures:
         raise BadRow(f'a document needs a "text" or an "image", and this one has: {list_names(row)}')
     title = values.optional_string(row.get(title_key), f'"{title_key}"')
     text = values.optional_string(row.get(text_key or "text"), f'"{text_key}"')
-    items = [found.read(f'"{key}"') for key in pictures for found in values.picture_values(row[key])]
-    return Document(name, title, text, "".join(items))
+    return Document(name, title, text, values.read_pictures(pictures))
 
 
 class DocumentReader:

@@ -202,12 +202,15 @@ class Judgement(NamedTuple):
 def parse_query(row: dict[str, Any]) -> tuple[str, str]:
     """The id and the text of a query. Raises BadRow if one is missing or has the wrong type."""
     id_key, text_key = find_column(row, _TEXT_IDS), find_column(row, _TEXTS)
-    if id_key is None or text_key is None:
+    pictures = values.pictures_beside(row, (text_key,))
+    if id_key is None or (text_key is None and not pictures):
         raise BadRow(f'a query needs "_id" and "text", and this row has: {list_names(row)}')
     name = values.identifier(row[id_key], f'"{id_key}"')
     if not name:
         raise BadRow(f'"{id_key}" is empty, and a query needs an id')
-    return name, values.string(row[text_key], f'"{text_key}"')
+    text = "" if text_key is None else row[text_key]
+    text = values.optional_string(text, f'"{text_key}"') if pictures else values.string(text, f'"{text_key}"')
+    return name, values.read_pictures(pictures) + text
 
 
 def read_judgements(part: SourcePart, read: ReadRows) -> Iterator[tuple[int, Judgement | BadRow]]:

@@ -58,6 +58,18 @@ def picture_values(value: object) -> Iterator[PictureValue]:
             yield from picture_values(element)
 
 
+def pictures_beside(row: dict[str, object], text_keys: Sequence[str | None]) -> dict[str, list[PictureValue]]:
+    """The pictures of a document or query in other columns than its texts; beside a text, links count as not used."""
+    found = {key: list(picture_values(value)) for key, value in row.items() if key not in text_keys}
+    has_text = any(key in row for key in text_keys)
+    return {key: of for key, of in found.items() if of and not (has_text and any(value.is_url for value in of))}
+
+
+def read_pictures(pictures: dict[str, list[PictureValue]]) -> str:
+    """The item of pictures by column. Raises BadRow if one cannot be used."""
+    return "".join(picture.read(f'"{key}"') for key, of in pictures.items() for picture in of)
+
+
 # What messages show.
 
 
@@ -129,6 +141,8 @@ def string(value: object, name: str) -> str:
     """A text, which may be empty, or a picture; of an object with texts and pictures, the item of these."""
     if isinstance(value, dict):
         value = text_of(value, name)
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "type" in value[0]:
+        return content_item(value, name)
     if isinstance(value, PictureValue):
         return value.read(name)
     if not isinstance(value, str):

@@ -18,6 +18,7 @@ from embedtrain.data.images.files import PICTURES, content_key, decode_picture
 from embedtrain.data.images.item import MARK, Picture, item_parts, join_parts
 from embedtrain.data.sources.pictures import shown_item, written_item
 from embedtrain.errors import DataError
+from tests.commands import call
 
 
 def encoded(seed: int, **options: object) -> bytes:
@@ -231,3 +232,20 @@ def test_no_picture_is_read_of_cached_rows(folder):
     first = items(read(path))
     (folder / "photos" / "1.png").chmod(0)
     assert items(read(path)) == first
+
+
+def test_split_rows_and_beir_folders(folder, tmp_path):
+    """What `split` writes elsewhere is read as the same items, rows as well as a BEIR folder with queries of pictures."""
+    rows = [
+        {"query": {"image": f"photos/{n}.png", "text": "q"}, "pos": [{"image": f"photos/{n % 3 + 1}.png"}]}
+        for n in (1, 2, 3)
+    ]
+    path = write_rows(folder / "rows.jsonl", rows)
+    output = tmp_path / "split"
+    call("split", f"data=[{path}]", f"output_dir={output}", "dev=1", f"cache_dir={folder / 'cache'}")
+    before = [row.texts for row in read(path)]
+    train = [row.texts for row in read(output / "train.jsonl")]
+    for _ in range(2):
+        source = TrainSource(path=str(output / "dev"), split="test")
+        (dev,) = read_sources([source], OnError.stop, cache=Cache(directory=folder / "cache"))
+        assert sorted([*train, *(row.texts for row in dev)]) == sorted(before)

@@ -235,7 +235,7 @@ def test_no_picture_is_read_of_cached_rows(folder):
 
 
 def test_split_rows_and_beir_folders(folder, tmp_path):
-    """What `split` writes elsewhere is read as the same items, rows as well as a BEIR folder with queries of pictures."""
+    """What `split` writes elsewhere is read as the same items, also a BEIR folder with queries of pictures."""
     rows = [
         {"query": {"image": f"photos/{n}.png", "text": "q"}, "pos": [{"image": f"photos/{n % 3 + 1}.png"}]}
         for n in (1, 2, 3)

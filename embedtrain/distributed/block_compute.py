@@ -4,12 +4,13 @@ All of it replaces the forward methods of blocks or the classes of their layers,
 `sharding.shard_encoder` recomputes activations before it shards, and `sharding.compile_blocks` compiles after it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from embedtrain.config.recipe import SELECTIVE, ParallelConfig, Precision
 from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError
+from embedtrain.errors import ConfigError, ModelError
 from embedtrain.utils.formatting import format_count, one_line
 
 # Blocks whose activations are all recomputed.
@@ -103,6 +104,28 @@ _keep_products = functools.partial(create_selective_checkpoint_contexts, _policy
 def changes_kept_results(error: object) -> bool:
     """Whether this is torch's error about a block that changes in place what selective recomputation has kept."""
     return isinstance(error, RuntimeError) and "during selective activation checkpoint has been mutated" in str(error)
+
+
+def not_selective(model: str) -> ModelError:
+    """What is raised instead; `model` is its class."""
+    return ModelError(
+        f"parallel.activation_checkpointing={SELECTIVE} is impossible with {model}, whose layers change the "
+        "result of a product in place: set it to true, which recomputes all of a layer, or to false"
+    )
+
+
+@contextlib.contextmanager
+def explain_changed_results(tower: nn.Module) -> Iterator[None]:
+    """Convert torch's error in a backward pass of this part of an encoder into `not_selective`.
+
+    Planning finds such blocks before, unless the code of the model does not run on the meta device.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if changes_kept_results(error):
+            raise not_selective(type(tower.backbone).__name__.removeprefix("FSDP")) from error
+        raise
 
 
 # Compute capability of the first GPUs whose products take fp8, and a divisor of the sizes of matrices that they take.

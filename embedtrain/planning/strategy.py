@@ -10,8 +10,9 @@ from typing import Any
 
 from embedtrain.config.optim import MAX_BETA2_OF_BF16, StateDtype
 from embedtrain.config.recipe import SELECTIVE, ParallelConfig, Strategy
+from embedtrain.distributed.block_compute import not_selective
 from embedtrain.distributed.sharding import ParallelLayout
-from embedtrain.errors import ConfigError, ModelError
+from embedtrain.errors import ConfigError
 from embedtrain.planning.memory import (
     ClusterSpec,
     HostMemory,
@@ -95,10 +96,7 @@ def choose_layout(
     upper bound, which needs no measurement, fits.
     """
     if parallel.activation_checkpointing == SELECTIVE and model.allows_selective() is False:
-        raise ModelError(
-            f"parallel.activation_checkpointing={SELECTIVE} is impossible with {model.name}, whose layers change the "
-            "result of a product in place: set it to true, which recomputes all of a layer, or to false"
-        )
+        raise not_selective(model.name)
     bounded = model.bounded()
     simplest = _candidate(next(_layouts(parallel, cluster, bounded)), parallel, cluster, bounded, work)
     if simplest.fits and simplest.caches_all and not always_measure:

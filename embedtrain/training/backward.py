@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from embedtrain.data.types import Chunk
-from embedtrain.distributed.block_compute import EagerBlocks
+from embedtrain.distributed.block_compute import EagerBlocks, explain_changed_results
 from embedtrain.distributed.collectives import average_gradients
 from embedtrain.distributed.sharding import set_gradient_sync, towers_of
 from embedtrain.distributed.world import World
@@ -161,13 +161,12 @@ class Backward:
                 assert graph is not None
                 if isinstance(self.encoder, Encoder):  # a guide may have another kernel than the graph
                     use_flash_attention(self.encoder.packed_kernel)
-                torch.autograd.backward(
-                    graph,
-                    [
-                        torch.zeros_like(part) if chunk.is_dummy else part_grads[index]
-                        for part, part_grads in zip(graph, chunk_grads, strict=True)
-                    ],
-                )
+                gradients = [
+                    torch.zeros_like(part) if chunk.is_dummy else part_grads[index]
+                    for part, part_grads in zip(graph, chunk_grads, strict=True)
+                ]
+                with explain_changed_results(self.towers[chunk.tower]):
+                    torch.autograd.backward(graph, gradients)
             graphs[index] = graph = None  # frees the graph
         return output, finite
 

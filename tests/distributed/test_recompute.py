@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+from transformers.models.bert.modeling_bert import BertIntermediate
 
+from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import SELECTIVE, ModelConfig, Pooling, Strategy
 from embedtrain.data.types import Chunk, Packing
 from embedtrain.distributed.block_compute import _policy, recompute_activations
@@ -20,12 +23,15 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import load_model
+from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import _window_mask, enable_packing
 from embedtrain.planning.model_costs import LiveBytes, measure_activations
-from tests.small import model_options, parallel, save_small, small_model
+from embedtrain.training.backward import Backward
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
+from tests.small import batch, model_options, parallel, save_small, small_model, small_tokenizer
 
 # The last one declares no layers, and its class does not support gradient checkpointing.
 NAMES = ("bert", "modernbert", "llama", "qwen3", "gemma3_text", "mpnet")
@@ -319,6 +325,31 @@ def test_draws_of_attention_are_repeated():
     """A kernel of GPUs draws its dropout from the generator of all others."""
     expected = gradient_of_layers(False)
     assert all(gradient_of_layers(recompute).equal(expected) for recompute in (SELECTIVE, True))
+
+
+def halves_in_place(self: Any, hidden: Tensor) -> Tensor:
+    """A layer that reads values, which the meta device has not, and changes the result of a product."""
+    result = self.dense(hidden)
+    assert bool((hidden == hidden).all())
+    result *= 0.5
+    activated: Tensor = self.intermediate_act_fn(result)
+    return activated
+
+
+def train_selectively(world: World) -> None:
+    with mock.patch.object(BertIntermediate, "forward", halves_in_place):
+        options = parallel(activation_checkpointing=SELECTIVE)
+        loaded = load_model(small_model("bert"), options, world, seed=0, tokenizer=small_tokenizer())
+        loss = InfoNCE(InfoNCEConfig())
+        backward = Backward(loaded.encoder.train(), loss, world, seed=0, dummy=loaded.tokenizer.dummy())
+        own = make_rank_batch(batch(2), world.rank, world.size, loaded.tokenizer, ChunkOptions(60))
+        with pytest.raises(ModelError, match=r"selective is impossible with BertModel, .* in place: set it to true"):
+            backward(own)
+
+
+def test_what_planning_cannot_see_is_said_in_the_first_backward_pass(ranks):
+    """Of code that does not run on the meta device, on every rank."""
+    ranks(2, train_selectively)
 
 
 @pytest.mark.parametrize("bias", [True, False])

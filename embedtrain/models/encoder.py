@@ -154,12 +154,14 @@ class Encoder(nn.Module):
         has_layers: whether the backbone is a transformer; otherwise it has no blocks and no attention.
         packs: whether its items are texts that are packed if the code of the backbone supports it.
         max_tokens: of an item, if other towers read longer ones; None: as many as those of any tower.
+        decoded_bytes: of what threads read for a token besides ids, such as the pixels of a patch.
         packed_kernel: of packed texts on a GPU, by the name of `choose_flash_attention`.
         vision: what computes the pictures of items; None: the model reads texts alone.
     """
 
     packs = True
     max_tokens: int | None = None
+    decoded_bytes: float = 0.0
     packed_kernel: str | None = None
     vision: VisionFamily | None = None
 

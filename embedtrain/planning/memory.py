@@ -145,7 +145,13 @@ class StepWorkload:
         tokens = min(texts, texts_per_chunk) * self.tokens_per_text
         activation_tokens = self.chunk_tokens if self.activation_tokens is None else self.activation_tokens
         cached = min(texts * self.tokens_per_text, activation_tokens) // tokens if tokens else 0
-        return RankWorkload(texts=texts, chunks=chunks, num_cached_graphs=min(chunks, cached), tokens=tokens)
+        return RankWorkload(
+            texts=texts,
+            chunks=chunks,
+            num_cached_graphs=min(chunks, cached),
+            tokens=tokens,
+            all_tokens=texts * self.tokens_per_text,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +162,7 @@ class RankWorkload:
     chunks: int  # each with one forward and backward pass
     num_cached_graphs: int  # chunks whose graphs are cached; the remaining ones are encoded twice
     tokens: int  # of the largest chunk
+    all_tokens: int  # of all chunks
 
 
 _FP32 = 4
@@ -201,6 +208,7 @@ class MemoryUse(_ByKind):
     loss: float = 0.0  # embeddings of this rank and of all ranks, their gradients, and scores
     gathered: float = 0.0  # unsharded weights in the compute type
     reducing: float = 0.0  # gradients on their way to be reduced
+    pictures: float = 0.0  # pixels of the batch; on a CPU also those of the next ones
     phase: str = ""  # of the step
 
 
@@ -212,7 +220,8 @@ class HostMemory(_ByKind):
     gradients: float = 0.0  # the same
     optimizer: float = 0.0  # its moments with CPU offload
     checkpoint: float = 0.0  # copies that asynchronous saves are written from
-    processes: float = 0.0  # libraries, prepared batches
+    pictures: float = 0.0  # pixels of the batch and of the next ones, page-locked
+    processes: float = 0.0  # libraries, tokens of prepared batches
 
     def fits(self, cluster: ClusterSpec) -> bool:
         """Whether a node has it; what processes take in any case excludes no layout."""
@@ -241,6 +250,8 @@ def step_memory(
 def host_memory(model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, work: StepWorkload) -> HostMemory:
     """Host memory of the node that needs the most, in training; nothing without GPUs, whose ranks have one memory.
 
+    Pixels are those of pictures as long as the workload's items, in every text of a row.
+
     What loading, evaluation and export take for a while is not counted.
     """
     if not cluster.gpu:
@@ -254,6 +265,7 @@ def host_memory(model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, 
         saved += _FP32 * trained
     # Of the replicas one saves, and all of its shards do. Copies share blocks without a part that is not used.
     writers = min(per_node, layout.shard) if work.checkpoint.stages else 0
+    local = work.per_rank(cluster.ranks)
     weights = gradients = moments = 0.0
     if layout.cpu_offload:
         for shape, count in model.weights.shapes.items():
@@ -266,8 +278,17 @@ def host_memory(model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, 
         gradients=per_node * gradients,
         optimizer=per_node * moments,
         checkpoint=writers * saved / layout.shard,
+        pictures=per_node
+        * _prepared_batches(work)
+        * local.chunks
+        * _pinned_bytes(int(model.decoded_bytes * local.tokens)),
         processes=per_node * _PROCESS,
     )
+
+
+def _prepared_batches(work: StepWorkload) -> int:
+    """Batches in host memory: the one in use, and those that threads have prepared or prepare."""
+    return 2 + 2 * work.gradient_accumulation_steps
 
 
 def _pinned_bytes(size: int) -> int:
@@ -348,6 +369,7 @@ class _Step:
         self.loss = work.trained_layers * _loss(model, cluster, work, self.local.texts)
         vectors = work.num_layers * model.num_vectors(self.local.texts, work.texts_per_row)
         self.embeddings = 3.0 * _FP32 * vectors * model.dimension
+        self.pictures = model.decoded_bytes * self.local.all_tokens * (1 if cluster.gpu else _prepared_batches(work))
         self.graph = self.activations.cached(len(model.weights.blocks)) * self.local.tokens
 
     def phases(self) -> Iterator[MemoryUse]:
@@ -417,7 +439,12 @@ class _Step:
 
     def _use(self, phase: str, activations: float = 0.0, **kinds: float) -> MemoryUse:
         return MemoryUse(
-            parameters=self.parameters, optimizer=self.optimizer, activations=activations, phase=phase, **kinds
+            parameters=self.parameters,
+            optimizer=self.optimizer,
+            activations=activations,
+            pictures=self.pictures,
+            phase=phase,
+            **kinds,
         )
 
 

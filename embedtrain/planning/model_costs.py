@@ -420,6 +420,7 @@ class ModelSpec:
     dimension: int  # of an embedding
     precision: Precision
     vectors: tuple[int, int]  # of a query and of a document: 1, or those of tokens
+    decoded_bytes: float  # of a token: pixels
     # With activation checkpointing as of ParallelLayout, measured on the first call.
     activations: Callable[[bool | str], Activations] = field(repr=False, compare=False)
     # An upper bound of `activations` that needs no measurement.
@@ -522,7 +523,10 @@ def model_spec(
         return upper_bound(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
 
     name = " and ".join(type(tower.backbone).__name__.removeprefix("FSDP") for tower in towers)
-    return ModelSpec(name, weights, hidden, encoder.dimension, precision, vectors, measure, bound, allows_selective)
+    decoded = max(tower.decoded_bytes for tower in towers)
+    return ModelSpec(
+        name, weights, hidden, encoder.dimension, precision, vectors, decoded, measure, bound, allows_selective
+    )
 
 
 def _largest(activations: Sequence[Activations], num_blocks: Sequence[int]) -> Activations:

@@ -19,10 +19,11 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.losses import InfoNCEConfig, LossDirection, PartitionMode, SigLIPConfig
 from embedtrain.config.optim import OptimConfig
-from embedtrain.config.recipe import ExportConfig, LoraConfig, Precision
+from embedtrain.config.recipe import ExportConfig, LoraConfig, Precision, Strategy
 from embedtrain.data.images.files import PICTURES, Place
 from embedtrain.data.images.item import Picture, pictures_of
 from embedtrain.data.images.layout import BLANK
+from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, ModelError
 from embedtrain.formats.source import open_model_source
@@ -34,6 +35,7 @@ from embedtrain.models.adapters import add_adapters
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, locate_weights
 from embedtrain.models.packing import check_packing, enable_packing
+from embedtrain.planning.memory import ClusterSpec, StepWorkload, host_memory, step_memory
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.training.optimizer import trained_parameters
 from tests.image_text.models import DIMENSION, NAMES, image_text, picture_item, save_image_text, save_parts
@@ -288,6 +290,24 @@ def test_plans_know_the_vision_tower(folder):
     blocks = find_blocks(naflex)
     measured = model_spec(naflex, blocks, precision=Precision.fp32, tokens_per_text=16, gpu=False)
     assert measured.allows_selective() is True, "the code of both towers runs without memory"
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip2"])
+def test_plans_know_the_bytes_of_pixels(folder, name):
+    """Those of a batch on the device, and page-locked those of the batches that threads prepare."""
+    source = open_model_source(image_text(folder / name))
+    encoder, tokenizer = build_encoder(source), model_tokenizer(source)
+    spec = model_spec(encoder, find_blocks(encoder), precision=Precision.fp32, tokens_per_text=16, gpu=True)
+    chunk = tokenizer.chunk(tokenizer.tokens([picture_item(folder, i) for i in range(4)]), range(4))
+    pixels = sum(part.nbytes for part in chunk.decoded.values())
+    assert spec.decoded_bytes * 16 * 4 == pytest.approx(pixels, rel=0.01)
+    work = StepWorkload(rows=2, texts_per_row=2, tokens_per_text=16, chunk_tokens=64)
+    layout = ParallelLayout(Strategy.ddp, 1, 1, "")
+    for gpu, on_device, on_host in ((True, 1, 4), (False, 4, 0)):
+        cluster = ClusterSpec.of_ranks(1, 1, 2**34, gpu=gpu)
+        assert step_memory(spec, layout, cluster, work, reduce_per_step=True).pictures == on_device * pixels
+        host = host_memory(spec, layout, cluster, work)
+        assert host.pictures in range(on_host * pixels, 2 * on_host * pixels + 1), "torch rounds to powers of two"
 
 
 def test_adapters_are_rooted_at_a_tower(folder):

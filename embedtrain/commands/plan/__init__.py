@@ -3,6 +3,7 @@
 The exit code is 0 if it fits in memory, and 1 if it does not.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -202,12 +203,14 @@ _MEMORY = {
     "loss": "embeddings and loss",
     "gathered": "unsharded weights",
     "reducing": "gradients being reduced",
+    "pictures": "pixels",
 }
 _HOST_MEMORY = {
     "weights": "weights, with CPU offload",
     "gradients": "gradients, with CPU offload",
     "optimizer": "optimizer, with CPU offload",
     "checkpoint": "copies for asynchronous checkpoints",
+    "pictures": "pixels of prepared batches",
     "processes": "libraries and batches, at most",
 }
 _TRAFFIC = {
@@ -222,6 +225,12 @@ _UNKNOWN_ROWS = (
 )
 
 
+def _rows(labels: Mapping[str, str], candidates: Sequence[Mapping[str, float]]) -> list[list[str]]:
+    """A row for each kind of memory; pixels only where there are any."""
+    kinds = [kind for kind in labels if kind != "pictures" or any(by_kind[kind] for by_kind in candidates)]
+    return [[labels[kind], *(_gib(by_kind[kind]) for by_kind in candidates)] for kind in kinds]
+
+
 def print_plan(page: "Page", plan: "TrainingPlan") -> None:
     """Print the plan to the page."""
     candidates = [plan.best] if plan.next_best is None else [plan.best, plan.next_best]
@@ -234,7 +243,7 @@ def print_plan(page: "Page", plan: "TrainingPlan") -> None:
         layouts.append(("next best", f"{plan.next_best.name}{'' if plan.next_best.fits else ', which does not fit'}"))
     page.facts(layouts)
     page.subheading("memory per GPU, GiB")
-    rows = [[label, *(_gib(c.memory.by_kind[kind]) for c in candidates)] for kind, label in _MEMORY.items()]
+    rows = _rows(_MEMORY, [c.memory.by_kind for c in candidates])
     rows.append(["total", *(_gib(c.memory.total) for c in candidates)])
     page.table(header, [*rows, ["peak in", *(c.memory.phase for c in candidates)]])
     page.note(
@@ -243,7 +252,7 @@ def print_plan(page: "Page", plan: "TrainingPlan") -> None:
         "dim",
     )
     page.subheading("host memory per node, GiB")
-    rows = [[label, *(_gib(c.host.by_kind[kind]) for c in candidates)] for kind, label in _HOST_MEMORY.items()]
+    rows = _rows(_HOST_MEMORY, [c.host.by_kind for c in candidates])
     page.table(header, [*rows, ["total", *(_gib(c.host.total) for c in candidates)]])
     if plan.cluster.host_memory is not None:
         usable = plan.cluster.usable_on_host / 2**30

@@ -89,6 +89,12 @@ class ImageProcessing(ABC):
         """A bound of `num_tokens`."""
         return self.most_patches
 
+    @property
+    def bytes_per_patch(self) -> float:
+        """Bytes of `pixels` for each of `num_patches`, which the size of a picture hardly changes."""
+        side = 1024
+        return math.prod(self.pixel_shape(side, side)) / self.num_patches(side, side)
+
     def check(self, width: int, height: int) -> None:  # noqa: B027 - most families read any picture
         """Raise BadPicture if the model cannot read a picture of this size."""
 

@@ -9,6 +9,7 @@ TABLES = (
     "training",
     "caching",
     "encoding",
+    "pictures",
     "graphs",
     "reranking",
     "collectives",

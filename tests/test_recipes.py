@@ -23,8 +23,18 @@ from tests.conftest import ROOT
 from tests.image_text.models import row_value, save_image_text
 from tests.image_text.test_run import run as run_with_pictures
 from tests.marks import slow_but
-from tests.small import batch, save_language_model, save_small, small_model, small_tokenizer, text, write_rows
+from tests.small import (
+    batch,
+    model_options,
+    save_language_model,
+    save_small,
+    small_model,
+    small_tokenizer,
+    text,
+    write_rows,
+)
 from tests.token_rerankers import save_causal
+from tests.vision_language.models import save_vision_model
 
 PATHS = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 MODELS = {
@@ -39,6 +49,7 @@ LATE_INTERACTION = {"modern_colbert": "modernbert", "colbert_xlmr": "xlm-roberta
 M3 = {"bge_m3": "xlm-roberta"}
 SPARSE = {"splade": "bert", "splade_doc": "distilbert"}
 IMAGE_TEXT = {"clip": "clip", "siglip2": "siglip"}
+VISION_LANGUAGE = {"qwen3_vl_embedding": "qwen3_vl", "gme": "qwen2_vl", "vlm2vec": "qwen2_vl"}
 # Their published sizes, for no configuration can be fetched here.
 _XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
 _XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -115,7 +126,7 @@ def test_the_first_line_is_the_command(name):
     assert recipe.data.train, "the command says where the rows go"
 
 
-@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT])
+@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE])
 def test_the_sources_of_values_are_named(name):
     text = " ".join(header(name)[1:])
     assert "ublish" in text
@@ -143,7 +154,8 @@ def test_a_recipe_is_planned(name):
 def test_every_recipe_has_a_run():
     # `make demo` and its own tests run the quickstart, tests/test_demo_reranker.py the reranker of its data.
     quickstarts = {"quickstart", "quickstart_reranker", "quickstart_colbert"}
-    assert set(PATHS) == {*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *quickstarts}
+    others = {*LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE, *quickstarts}
+    assert set(PATHS) == {*MODELS, *RERANKERS, *others}
 
 
 @pytest.mark.parametrize("name", LATE_INTERACTION)
@@ -319,6 +331,27 @@ def test_a_small_model_of_texts_and_pictures_trains(ranks, tmp_path, name):
     opened = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
     vectors = opened.encode_query(["alpha beta gamma", "delta"])
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", slow_but(set(), VISION_LANGUAGE))
+def test_a_small_vision_language_model_trains(ranks, tmp_path, name):
+    """As it is, bf16 and strategy auto included, but for the sizes of model, pictures and batch."""
+    model = save_vision_model(VISION_LANGUAGE[name], tmp_path)
+    rows = [{"query": text(i, 2 + i % 5), "pos": [row_value(tmp_path, i)]} for i in range(16)]
+    rows[0]["prompt"] = "Find a picture."
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        f"recipe={name}", f"model.path={model}", f"data.train=[{tmp_path / 'train.jsonl'}]", "parallel.precision=bf16",
+        "model.max_length=400", "model.image.min_pixels=128", "model.image.max_pixels=1024", "train.epochs=null",
+        "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=400", "optim.warmup=0", "checkpoint.every=2",
+        f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    ranks(2, run_with_pictures, tmp_path, *arguments)
+    source = open_model_source(model_options(path=str(tmp_path / "run" / "model")))
+    recipe = compose_named(name, *arguments[1:])
+    assert source.prompts["query"] == (recipe.model.query_prompt or "")
+    start, _, _ = recipe.model.item_template.partition("{item}")
+    assert source.settings.template.starts[0] == start.replace("{prompt}", "")
 
 
 def run_recipe(world: World, name: str, folder: Path, model: Path) -> None:

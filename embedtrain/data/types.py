@@ -367,12 +367,15 @@ class PictureRows:
         rows: int64 [R], the flat index among the tokens of each row that the tower returns, in the order of its rows.
         inputs: of the tower besides pixels.
         positions: int64 [axes, N, L] or [axes, 1, T], the position ids of all tokens; None: those of texts.
+        patches: those of each picture, or tile, [P]; empty: of a dummy.
     """
 
-    __slots__ = ("inputs", "positions", "rows")
+    __slots__ = ("inputs", "patches", "positions", "rows")
 
-    def __init__(self, rows: Tensor, inputs: PictureInputs, positions: Tensor | None = None) -> None:
-        self.rows, self.inputs, self.positions = rows, inputs, positions
+    def __init__(
+        self, rows: Tensor, inputs: PictureInputs, positions: Tensor | None = None, patches: Sequence[int] = ()
+    ) -> None:
+        self.rows, self.inputs, self.positions, self.patches = rows, inputs, positions, tuple(patches)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "PictureRows":
         """The same with `change` applied to all tensors."""
@@ -380,7 +383,8 @@ class PictureRows:
             name: change(value) if isinstance(value, Tensor) else value.map_tensors(change)
             for name, value in self.inputs.items()
         }
-        return PictureRows(change(self.rows), inputs, None if self.positions is None else change(self.positions))
+        positions = None if self.positions is None else change(self.positions)
+        return PictureRows(change(self.rows), inputs, positions, self.patches)
 
 
 class Chunk:

@@ -59,13 +59,47 @@ class VisionFamily(ABC):
     attention: ClassVar[str] = "sdpa"
 
     def __init__(self, config: PretrainedConfig, to_pixels: ToPixels | None = None) -> None:
-        self.vision_config = config.vision_config
+        self.vision_config, self.text_config = config.vision_config, config.get_text_config()
         self.to_pixels = to_pixels or (lambda decoded: decoded["pixels"])
         self.merge = self.patches_per_side(config)
 
     @abstractmethod
     def patches_per_side(self, config: PretrainedConfig) -> int:
         """Patches along each side of the square that is one token of the language model."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token attends only to itself and earlier tokens."""
+        return True
+
+    @property
+    def width(self) -> int:
+        """The hidden size of the tower."""
+        config = self.vision_config
+        return int(getattr(config, "embed_dim", None) or config.hidden_size)  # that of Qwen2-VL is another one
+
+    @property
+    def attention_layers(self) -> list[tuple[int, int | None]]:
+        """Numbers of layers of the tower, and the patches that a patch attends to in them; None: those of its grid."""
+        config = self.vision_config
+        return [(int(getattr(config, "depth", None) or config.num_hidden_layers), None)]
+
+    def costs(self, patches: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What the tower computes of pictures with these patches, [P], in tokens of the language model, [P].
+
+        Products with weights and with keys and values of the tower, over the products of a token with weights.
+        """
+        vision, text, width = self.vision_config, self.text_config, self.width
+        inner = getattr(vision, "intermediate_size", None) or width * vision.mlp_ratio
+        weights = 4 * width**2 + (3 if getattr(vision, "model_type", "").startswith("qwen2_5") else 2) * width * inner
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = text.num_attention_heads + (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        token = text.num_hidden_layers * text.hidden_size * (2 * heads * size + 3 * text.intermediate_size)
+        counts, total = patches.astype(np.float64), np.zeros(len(patches))
+        for layers, reach in self.attention_layers:
+            seen = counts if reach is None else np.minimum(counts, reach)
+            total += layers * counts * (weights + 2 * width * seen)
+        return total / float(token)
 
     def language_model(self, backbone: nn.Module) -> nn.Module:
         """The part that computes tokens."""
@@ -124,7 +158,10 @@ class VisionFamily(ABC):
         elif positions is not None:
             positions = positions[:, None]
         return PictureRows(
-            torch.from_numpy(rows), self.inputs(grids), None if positions is None else torch.from_numpy(positions)
+            torch.from_numpy(rows),
+            self.inputs(grids),
+            None if positions is None else torch.from_numpy(positions),
+            patches=grids.prod(axis=1).tolist(),
         )
 
     def dummy_rows(self) -> PictureRows:
@@ -199,6 +236,12 @@ class Qwen25Vision(QwenVision):
         inputs["window_index"], inputs["cu_window_seqlens"] = index, Packing.of(counts, counts)
         return inputs
 
+    @property
+    def attention_layers(self) -> list[tuple[int, int | None]]:
+        """Most layers attend within windows."""
+        config, full = self.vision_config, len(self.vision_config.fullatt_block_indexes)
+        return [(full, None), (config.depth - full, (config.window_size // config.patch_size) ** 2)]
+
 
 class Qwen3Vision(QwenVision):
     """Qwen3-VL: positions are interpolated, and rows of inner layers are added behind the first language layers."""
@@ -228,6 +271,11 @@ class TileVision(VisionFamily):
 
     language, vision = "text_model", ("vision_model", "connector")
 
+    @property
+    def is_causal(self) -> bool:
+        """That of ModernVBERT is an encoder."""
+        return bool(self.text_config.model_type != "modernbert")
+
     def patches_per_side(self, config: PretrainedConfig) -> int:
         """Those of the pixel shuffle."""
         return int(config.pixel_shuffle_factor if hasattr(config, "pixel_shuffle_factor") else config.scale_factor)
@@ -249,6 +297,11 @@ class PaliGemmaVision(VisionFamily):
 
     language, vision = "language_model", ("vision_tower", "multi_modal_projector")
     first_position = 1
+
+    @property
+    def is_causal(self) -> bool:
+        """An item is the prefix of its class."""
+        return False
 
     def prepare(self, backbone: PreTrainedModel) -> None:
         """Let all tokens attend to each other, as in the prefix that the model was trained with, also with padding.

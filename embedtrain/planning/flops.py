@@ -57,29 +57,62 @@ class ModelFlops:
     matmul_elements: int  # of weights that every token is multiplied with: no embeddings, biases and norms
     trained: int  # those of them that have a gradient
     attention: tuple[AttentionLayers, ...]
+    vision: "ModelFlops | None" = None  # of a vision tower, whose tokens are patches
 
-    def of(self, lengths: Tensor) -> float:
-        """FLOPs of the forward and backward pass of texts of these lengths, int64 [N], in tokens."""
+    def of(self, lengths: Tensor, patches: Tensor | None = None) -> float:
+        """FLOPs of the forward and backward pass of texts of these lengths, int64 [N], in tokens.
+
+        `patches`, int64 [P], are those of each picture, which a vision tower computes.
+        """
         attention = sum(4.0 * kind.layers * kind.width * float(kind.pairs(lengths).sum()) for kind in self.attention)
         tokens = float(lengths.sum())
-        return sum(token_flops(tokens * self.matmul_elements, tokens * self.trained, attention))
+        forward, backward = token_flops(tokens * self.matmul_elements, tokens * self.trained, attention)
+        of_pictures = 0.0 if self.vision is None or patches is None else self.vision.of(patches)
+        return of_pictures + forward + (backward if self.trained or self.vision is not None else 0.0)
 
 
 def model_flops(encoder: Encoder) -> ModelFlops:
-    """FLOPs of an encoder with one tower, with `requires_grad` as in training; sharded or not."""
+    """FLOPs of an encoder with one tower, with `requires_grad` as in training; sharded or not.
+
+    What projects the rows of a vision tower is multiplied with rows, of which there are fewer than patches.
+    """
+    in_vision = {id(weight) for part in encoder.vision_modules for weight in part.parameters()}
     embeddings, has_vocabulary = {id(p) for p in lookup_weights(encoder)}, encoder.output.has_vocabulary
     weights = [
         p
         for name, p in encoder.named_parameters()
         # The head of a cross-encoder computes one vector of a pair, that of a sparse model one of each token.
         if p.dim() > 1 and id(p) not in embeddings and (has_vocabulary or not name.startswith(HEAD))
+        if id(p) not in in_vision
     ]
     quantized = sum(layer.in_features * layer.out_features for _, layer in four_bit_layers(encoder))
     return ModelFlops(
         matmul_elements=sum(weight.numel() for weight in weights) + quantized,
         trained=sum(weight.numel() for weight in weights if weight.requires_grad),
-        attention=_attention(encoder.backbone.config),
+        attention=_attention(encoder.backbone.config, None if encoder.vision is None else encoder.vision.is_causal),
+        vision=_vision_flops(encoder) if in_vision else None,
     )
+
+
+def _vision_flops(encoder: Encoder) -> ModelFlops:
+    family = encoder.vision
+    assert family is not None
+    embeddings = {id(p) for p in lookup_weights(encoder)}
+    tower, *projections = encoder.vision_modules
+    of_rows = {id(p) for part in projections for p in part.parameters()}
+    of_rows |= {id(p) for name, part in tower.named_modules() if "merger" in name for p in part.parameters()}
+    elements = [0.0, 0.0]
+    for weight in {p for part in encoder.vision_modules for p in part.parameters()}:
+        if weight.dim() > 1 and id(weight) not in embeddings:
+            per_patch = weight.numel() / (family.merge**2 if id(weight) in of_rows else 1)
+            elements[0] += per_patch
+            elements[1] += per_patch * weight.requires_grad
+    # A window has patches on both sides of one, as that of a text.
+    attention = [
+        AttentionLayers(layers, family.width, causal=False, window=None if reach is None else reach // 2)
+        for layers, reach in family.attention_layers
+    ]
+    return ModelFlops(round(elements[0]), round(elements[1]), tuple(attention))
 
 
 def lookup_weights(encoder: Encoder) -> list[Tensor]:
@@ -93,14 +126,14 @@ def lookup_weights(encoder: Encoder) -> list[Tensor]:
     ]
 
 
-def _attention(config: PretrainedConfig) -> tuple[AttentionLayers, ...]:
-    """From the standard attribute names of transformers' configurations (5.23)."""
+def _attention(config: PretrainedConfig, causal: bool | None = None) -> tuple[AttentionLayers, ...]:
+    """From the standard attribute names of transformers' configurations (5.23); `causal`: None: as these say."""
     config = config.get_text_config()
     layers = int(getattr(config, "num_hidden_layers", 0))
     heads = getattr(config, "num_attention_heads", None)
     size = getattr(config, "head_dim", None)
     width = int(heads * size) if heads and size else int(config.hidden_size)
-    causal = attends_causally(config)
+    causal = attends_causally(config) if causal is None else causal
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"] * layers)
     # The window of causal attention includes the token itself, that of bidirectional attention does not.

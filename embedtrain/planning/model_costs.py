@@ -494,10 +494,11 @@ def model_spec(
     @functools.cache
     def try_measuring(recompute: bool | str) -> Activations | Exception:
         try:
-            measured = [
-                measure_activations(
+            measured = []
+            for tower, blocks_of_tower in towers.items():
+                of_blocks = functools.partial(
+                    measure_activations,
                     tower,
-                    blocks_of_tower,
                     dtype=dtype,
                     tokens_per_text=min(tokens_per_text, tower.max_tokens or tokens_per_text),
                     recompute=recompute,
@@ -505,8 +506,7 @@ def model_spec(
                     packed=packed,
                     fused=fused,
                 )
-                for tower, blocks_of_tower in towers.items()
-            ]
+                measured.append(_with_pictures(tower, blocks_of_tower, of_blocks, dtype, recompute=recompute))
             return measured[0] if len(measured) == 1 else _largest(measured, list(map(len, towers.values())))
         except Exception as error:  # a model's own code may do anything with tensors that have no content
             return error
@@ -526,6 +526,39 @@ def model_spec(
     decoded = max(tower.decoded_bytes for tower in towers)
     return ModelSpec(
         name, weights, hidden, encoder.dimension, precision, vectors, decoded, measure, bound, allows_selective
+    )
+
+
+def _with_pictures(
+    encoder: Encoder,
+    blocks: list[nn.Module],
+    measure: Callable[[list[nn.Module]], Activations],
+    dtype: torch.dtype,
+    *,
+    recompute: bool | str,
+) -> Activations:
+    """What `measure` returns of the blocks that compute tokens, with a vision tower that computes their rows.
+
+    A chunk may have rows of pictures alone. Its tower is not measured: its code needs the sizes of pictures, and no
+    number of patches is known before the data is read.
+    """
+    family = encoder.vision
+    if family is None:
+        return measure(blocks)
+    in_vision = {id(part) for module in encoder.vision_modules for part in module.modules()}
+    of_tokens = measure([block for block in blocks if id(block) not in in_vision])
+    number, patches = sum(id(block) in in_vision for block in blocks), family.merge**2
+    patch = rule_of_thumb(family.width, dtype, recompute=recompute)
+    is_trained = any(weight.requires_grad for module in encoder.vision_modules for weight in module.parameters())
+    saved = patches * patch.cached(number) if is_trained else 0.0
+    total = of_tokens.cached(len(blocks) - number) + saved
+    return Activations(
+        block=(total - of_tokens.rest) / max(1, len(blocks)),
+        rest=of_tokens.rest,
+        # A pass computes pictures before tokens.
+        forward=max(of_tokens.forward, patches * patch.forward),
+        backward=max(of_tokens.backward, patches * patch.backward * is_trained),
+        no_grad=max(of_tokens.no_grad, patches * patch.no_grad),
     )
 
 

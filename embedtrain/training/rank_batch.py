@@ -149,6 +149,12 @@ class RankBatch:
         chunks = (chunk for chunk in self._chunks_of_texts if chunk.tower == tower)
         return torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk.lengths for chunk in chunks)])
 
+    def patches_of(self, tower: int) -> torch.Tensor:
+        """The patches of each picture, or tile, among the texts that a tower encodes."""
+        pictures = [chunk.pictures for chunk in self._chunks_of_texts if chunk.tower == tower]
+        patches = [count for of_chunk in pictures if of_chunk is not None for count in of_chunk.patches]
+        return torch.tensor(patches, dtype=torch.int64)
+
     @property
     def real_tokens(self) -> int:
         """Tokens of the texts that this rank encodes."""

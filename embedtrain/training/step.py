@@ -76,7 +76,11 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
     with span(NORM):
         grad_norm = clip_grad_norm(context.module.parameters(), context.schedule.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
-    needed = (of.of(batch.lengths_of(tower)) for tower, of in enumerate(context.flops) for batch in batches)
+    needed = (
+        of.of(batch.lengths_of(tower), batch.patches_of(tower))
+        for tower, of in enumerate(context.flops)
+        for batch in batches
+    )
     local = [*map(float, tokens), float(sum(needed))]
     with span(AGREE):
         results = _RankResults.gather(context, local, output, grad_norm, finite)

@@ -1,18 +1,21 @@
 """Operations of a model's passes: those that torch counts in a real one, pairs that a real mask lets through."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import masking_utils
+from transformers import AutoConfig, masking_utils
 
 from embedtrain.config.recipe import LoraConfig
 from embedtrain.data.types import Chunk
 from embedtrain.formats.source import open_model_source
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble_encoder
+from embedtrain.models.vision_language import vision_family
 from embedtrain.planning.flops import AttentionLayers, model_flops
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built
 from tests.small import ARCHITECTURES, MORE_ARCHITECTURES, small_model
+from tests.vision_models import chunk_of, items, vision_encoder
 
 LENGTH = 24
 
@@ -104,3 +107,40 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     assert lora.matmul_elements == plain.matmul_elements + small
     one = torch.tensor([1])
     assert lora.of(one) - plain.of(one) == 6 * small - 2 * plain.matmul_elements
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_vl", "modernvbert"])
+def test_a_vision_tower_computes_patches(architecture):
+    """The products with weights are those of a real pass; of patches, the input has no gradient."""
+    encoder, chosen = vision_encoder(architecture), items(architecture)
+    chunk, counted = chunk_of(architecture, encoder, chosen), model_flops(encoder)
+    assert counted.vision is not None and chunk.pictures is not None
+    tokens, patches = sum(len(item.ids) for item in chosen), sum(chunk.pictures.patches)
+    with FlopCounterMode(display=False) as real:
+        encoder(chunk)[0].sum().backward()
+    found = {str(name): number for name, number in real.get_flop_counts()["Global"].items()}
+    products = sum(found[f"aten.{name}"] for name in ("mm", "addmm") if f"aten.{name}" in found)
+    first = found["aten.convolution"]
+    expected = 6 * (tokens * counted.matmul_elements + patches * counted.vision.matmul_elements) - 3 * first
+    assert products == pytest.approx(expected, rel=0.02)
+    lengths, sizes = torch.tensor([len(item.ids) for item in chosen]), torch.tensor(chunk.pictures.patches)
+    assert counted.of(lengths, sizes) > expected
+    for module in encoder.vision_modules:
+        module.requires_grad_(False)
+    frozen = model_flops(encoder)
+    assert frozen.vision is not None
+    assert frozen.vision.of(sizes) == pytest.approx(counted.vision.of(sizes) / 3, rel=0.01), "no backward pass"
+
+
+def test_the_vision_tower_of_published_models():
+    """Forward TFLOP of 768 tokens: of tower and language model, by hand."""
+    text = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = AutoConfig.for_model(
+        "qwen3_vl",
+        text_config=text | {"num_hidden_layers": 28, "intermediate_size": 6144},
+        vision_config={"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048},
+    )
+    family = vision_family(config)
+    assert family is not None
+    # (1.86 + 0.93) of the tower's layers, over 2.17 of the products of 768 tokens with weights.
+    assert family.costs(np.array([3072])) == pytest.approx(768 * 2.79 / 2.17, rel=0.01)

@@ -1,6 +1,7 @@
 """Directories of vision-language models: opened, tokenized as transformers does, and refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from embedtrain.config.kinds import kind_of_files
 from embedtrain.data.images.item import pictures_of
+from embedtrain.data.rows import Documents, Example
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import TextRole
+from embedtrain.data.types import GlobalBatch, TextRole
 from embedtrain.errors import ConfigError, DataError, ModelError
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.transformers import load_tokenizer, resolve_max_length
@@ -23,7 +25,7 @@ from embedtrain.kinds.dual_encoder.options import TowerOptions
 from embedtrain.models.build import assemble_encoder, full_state_dict, locate_weights
 from embedtrain.models.types import ModelSource
 from tests.image_text.models import picture_item
-from tests.small import model_options, save_small, small_model
+from tests.small import model_options, save_small, small_model, tokenised
 from tests.vision_language.models import save_vision_model
 from tests.vision_models import QWEN
 
@@ -139,6 +141,17 @@ def test_sizes_of_pictures_are_options(folder):
     assert (processing.min_area, processing.max_area) == (128, 256)
     assert source.settings.processor["image_processor"]["size"] == {"shortest_edge": 128, "longest_edge": 256}
     assert np.all(tokenizer.layout.further_costs(tokenizer.tokens([picture_item(folder, 1)])) <= 16)
+
+
+def test_a_picture_costs_what_its_tower_computes(folder):
+    _, tokenizer = opened(folder / "qwen3_vl")
+    picture = picture_item(folder, 1)
+    batch = tokenised(GlobalBatch(0, (Example("alpha", Documents((picture, "beta"))),)), tokenizer)
+    inputs = tokenizer.inputs(batch.tokens)
+    patches = tokenizer.layout.further_costs(tokenizer.tokens([picture]))[0]
+    of_tower = math.ceil(float(tokenizer.layout.family.costs(patches)[0]))
+    assert of_tower > 0
+    assert (inputs.costs - inputs.lengths).tolist() == [0, of_tower, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The layouts of static embedding models and of vision-language models; that of others is `data.tokens.Layout`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from embedtrain.data.images.item import Picture, item_parts
 from embedtrain.data.images.layout import BLANK, PictureLayout
 from embedtrain.data.images.processing import FixedSize, ImageProcessing, NaFlex, QwenPatches, Tiles
 from embedtrain.data.tokens import UNLIMITED, FastTokenizer, Layout
-from embedtrain.data.types import SLOT, Chunk, TextRole, Tokens
+from embedtrain.data.types import SLOT, BatchTokens, Chunk, EncoderInputs, TextRole, Tokens
 from embedtrain.errors import DataError
 from embedtrain.formats.chat_template import ItemTemplate, Piece
 from embedtrain.models.vision_language import VisionFamily
@@ -91,6 +91,7 @@ class VisionLayout(PictureLayout):
         self.processing, self.family, self.markup = processing, family, markup
         self.further_limits = (max_patches,)
         self._picture = lru_cache(1 << 12)(self._ids_of_grid)
+        self._cost = lru_cache(1 << 16)(self._cost_of_size)
         self._text_ids = lru_cache(1 << 10)(lambda text: self.fast.ids([text], UNLIMITED)[0])
         self.before, self.after = self._special_ids() if markup.template.special_tokens else ([], [])
 
@@ -186,6 +187,18 @@ class VisionLayout(PictureLayout):
         extra = [len(self._ids(width, height)[0]) - SLOT for width, height in slots.sizes.tolist()]
         np.add.at(counts, slots.owners, np.array(extra, dtype=np.int64))
         return counts
+
+    def inputs(self, tokens: BatchTokens, max_length: int) -> EncoderInputs:
+        """Of a picture, the cost of the vision tower besides that of its tokens."""
+        inputs = super().inputs(tokens, max_length)
+        slots = inputs.tokens(np.arange(len(inputs.lengths))).slots()
+        costs = inputs.costs.astype(np.float64)
+        np.add.at(costs, slots.owners, [self._cost(*size) for size in slots.sizes.tolist()])
+        return replace(inputs, costs=np.ceil(costs).astype(np.int64))
+
+    def _cost_of_size(self, width: int, height: int) -> float:
+        patches = np.array([rows * columns for rows, columns in self._grids(width, height)])
+        return float(self.family.costs(patches).sum())
 
     def further_costs(self, tokens: Tokens) -> NDArray[np.int64]:
         """The patches of each item, int64 [N, 1]."""

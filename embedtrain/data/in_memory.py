@@ -5,9 +5,11 @@ them, and recipe.yaml names what was trained on.
 """
 
 import hashlib
+import io
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -21,6 +23,7 @@ from embedtrain.errors import ConfigError, DataError
 from embedtrain.utils.files import atomic_write
 
 FOLDER = "data"  # in output_dir
+_IMAGES = "images"  # beside the files of rows
 _JUDGEMENTS = ("qrels", "relevant_docs")  # BEIR's name, and that of sentence-transformers
 _EXPECTED = "must be a path, a list of rows (mappings), a DataFrame, a Dataset, a mapping of lists, or a list of these"
 _ROWS_PER_BATCH = 1024
@@ -40,6 +43,7 @@ class InMemoryData:
 
     folder: Path | None = None
     files: dict[str, Lines] = field(default_factory=dict)  # by name in `FOLDER`
+    _pictures: "_Pictures" = field(default_factory=lambda: _Pictures())  # noqa: PLW0108  # defined below
 
     def sources(self, value: Any, option: str, name: str = "rows") -> list[Any]:
         """Elements of a list option such as `data.train` or `sets`, with a path instead of rows.
@@ -60,6 +64,7 @@ class InMemoryData:
         """Write the files that are missing or differ; on one rank."""
         for name, lines in self.files.items():
             path = output_dir / FOLDER / name
+            self._pictures.folder = path.parent / _IMAGES  # where pictures are written when lines are read
             if path.is_file() and not path.is_symlink() and _digest([lines]) == _file_digest(path):
                 continue
             with atomic_write(path) as temporary, temporary.open("wb") as file:
@@ -96,7 +101,7 @@ class InMemoryData:
         )
 
     def _add_rows(self, rows: Any, option: str) -> str:
-        lines = _lines(_as_rows(rows, option), option)
+        lines = self._pictures.lines(_as_rows(rows, option), option)
         name = f"rows-{_digest([lines])[:16]}.jsonl"
         self.files[name] = lines
         return self._path(name)
@@ -119,7 +124,9 @@ class InMemoryData:
             "queries.jsonl": [{"_id": str(key), "text": text} for key, text in queries.items()],
             "qrels/test.jsonl": list(_judgement_rows(judgements)),
         }
-        files = {name: _lines(_as_rows(rows, option), f"{option}, {name}") for name, rows in tables.items()}
+        files = {
+            name: self._pictures.lines(_as_rows(rows, option), f"{option}, {name}") for name, rows in tables.items()
+        }
         folder = f"set-{_digest(files.values())[:16]}"
         self.files |= {f"{folder}/{name}": lines for name, lines in files.items()}
         return self._path(folder)
@@ -167,6 +174,10 @@ def _as_rows(value: Any, option: str) -> Rows:
     """The rows of lists, iterators, tables and mappings of columns, any number of times."""
     if isinstance(value, Iterator):
         value = list(value)
+    if hasattr(value, "cast_column") and hasattr(value, "features"):
+        for name, feature in value.features.items():
+            if type(feature).__name__ == "Image":  # its file as it is, not decoded and encoded again
+                value = value.cast_column(name, type(feature)(decode=False))
     if isinstance(value, list | tuple) or hasattr(value, "features"):
         return lambda: iter(value)
     if isinstance(value, Mapping) and _is_columns(value):
@@ -217,19 +228,78 @@ def _judgement_rows(judgements: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
             yield {"query-id": str(query), "corpus-id": str(document), "score": scores[document]}
 
 
-def _lines(rows: Rows, option: str) -> Lines:
-    """The rows as JSON Lines, any number of times."""
+class _Pictures:
+    """Rows as JSON Lines, in which pictures are names of files in `images` beside the file of the rows.
 
-    def lines() -> Iterator[bytes]:
-        for index, row in enumerate(rows()):
-            if not isinstance(row, Mapping):
-                raise DataError(f"{option}[{index}]: a row is a mapping of columns, not {type(row).__name__}")
-            try:
-                yield _json(row).encode() + b"\n"
-            except (TypeError, ValueError, RecursionError) as error:
-                raise DataError(f"{option}[{index}]: the row cannot be written as JSON: {error}") from None
+    The files are written while the lines are read, once `folder` is set.
+    """
 
-    return lines
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self._names: dict[int, tuple[Any, str]] = {}  # of objects of Pillow by their id, which they keep
+
+    def lines(self, rows: Rows, option: str) -> Lines:
+        """The rows as JSON Lines, any number of times."""
+
+        def lines() -> Iterator[bytes]:
+            for index, row in enumerate(rows()):
+                if not isinstance(row, Mapping):
+                    raise DataError(f"{option}[{index}]: a row is a mapping of columns, not {type(row).__name__}")
+                try:
+                    yield _json(self._named(row)).encode() + b"\n"
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise DataError(f"{option}[{index}]: the row cannot be written as JSON: {error}") from None
+
+        return lines
+
+    def _named(self, value: Any) -> Any:
+        """The value with names of files instead of pictures: objects of Pillow, and `{bytes, path}` of `datasets`."""
+        if isinstance(value, Mapping):
+            if value.keys() == {"bytes", "path"} and (data := _file_of(value)) is not None:
+                return {"image": self._write(data, Path(value["path"] or "").suffix)}
+            return {key: self._named(element) for key, element in value.items()}
+        if isinstance(value, list | tuple):
+            if not value or isinstance(value[0], int | float):
+                return value
+            return [self._named(element) for element in value]
+        pillow = sys.modules.get("PIL.Image")
+        if pillow is None or not isinstance(value, pillow.Image):
+            return value
+        known = self._names.get(id(value))
+        if known is None or self.folder is not None:
+            known = self._names[id(value)] = (value, self._write(_png(value), ".png"))
+        return {"image": known[1]}
+
+    def _write(self, data: bytes, suffix: str) -> str:
+        name = hashlib.sha256(data).hexdigest()[:16] + suffix.lower()
+        if self.folder is not None and not (self.folder / name).exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            unfinished = self.folder / f".{name}.{os.getpid()}"
+            unfinished.write_bytes(data)
+            unfinished.replace(self.folder / name)
+        return f"{_IMAGES}/{name}"
+
+
+def _file_of(value: Mapping[str, Any]) -> bytes | None:
+    """The bytes of an Image of `datasets`; None where there is no file of an absolute path, and for other values."""
+    data, path = value["bytes"], value["path"]
+    if isinstance(data, bytes):
+        return data
+    if data is None and isinstance(path, str) and os.path.isabs(path) and os.path.isfile(path):
+        return Path(path).read_bytes()
+    return None
+
+
+def _png(image: Any) -> bytes:
+    """The file of a picture of Pillow, upright."""
+    from PIL import ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+        upright = upright.convert("RGB")
+    file = io.BytesIO()
+    upright.save(file, "PNG")
+    return file.getvalue()
 
 
 def _json(row: Mapping[Any, Any]) -> str:

@@ -29,7 +29,7 @@ QUERY_NAMES = (
 POSITIVE_NAMES = (
     frozenset(
         (
-            *("positive", "positives", "pos", "p", "positivetext", "positivepassage", "positivepassages"),
+            *("positive", "positives", "pos", "p", "positivetext", "positivepassage", "positivepassages", "postarget"),
             *("positivedocument", "positivedocuments", "positivedoc", "positivedocs", "posdoc", "posdocs"),
             *("positivectx", "positivectxs", "positivecontext", "positivecontexts", "positiveanswer", "chosen"),
         )
@@ -68,7 +68,7 @@ _LABEL_NAMES = frozenset(
 )
 _NEGATIVE = re.compile(
     r"((hard|soft|easy|random|bm25)?(neg|negs|negative|negatives|rejected|hn)"
-    r"(text|passage|document|doc|ctx|context|answer|response|sentence|example|image|imagepath)?|(hard)?n)s?\d*"
+    r"(text|passage|document|doc|ctx|context|answer|response|sentence|example|image|imagepath|target)?|(hard)?n)s?\d*"
 )
 # The last word decides: doc_id, query-id, queryId, but not `paid`. pandas writes its index as `Unnamed: 0`.
 _ID = re.compile(r"(.*[_\-\s.])?(id|ids|idx|index|uid|uuid|guid)|[qpdscr]id|docid|unnamed:.*", re.IGNORECASE)

@@ -129,11 +129,11 @@ def require_keys(row: dict[str, Any], *keys: str) -> None:
 
 
 def reject_media(row: dict[str, Any], name: str) -> None:
-    """Reject images, videos and audio: only texts are trained on."""
+    """Reject videos and audio: only texts and pictures are trained on."""
     for key, value in row.items():
-        # The last word of a key such as query_image decides: `imagery` may be a text.
-        if value and key.rpartition("_")[2] in ("image", "images", "video", "videos", "audio", "audios"):
-            raise BadRow(f'{name} has "{key}": only texts are trained on')
+        # The last word of a key such as query_video decides: `videography` may be a text.
+        if value and key.rpartition("_")[2] in ("video", "videos", "audio", "audios"):
+            raise BadRow(f'{name} has "{key}": only texts and pictures are trained on')
 
 
 def lookup_texts(ids: Sequence[str], name: str, documents: DocumentLookup | None) -> tuple[str, ...]:
@@ -476,7 +476,7 @@ def _nemo_documents(value: Any, name: str, documents: DocumentLookup | None) -> 
     elements = value if isinstance(value, list) else [value]
     if not any(isinstance(element, dict) for element in elements):
         return tuple(values.texts(value, name)), ()
-    if all(isinstance(element, dict) and "text" not in element for element in elements):
+    if all(isinstance(element, dict) and not values.holds_text(element) for element in elements):
         ids = id_list([element.get("id") for element in elements], name)
         return lookup_texts(ids, name, documents), tuple(ids)
     return passages(elements, name, "id")
@@ -486,7 +486,8 @@ class MsSwiftMessages(RowLayout):
     """Rows `{"messages": [...], "positive_messages": [[...], ...], "negative_messages": [[...], ...]}` of ms-swift.
 
     A message is `{"role", "content"}`. A system message at the beginning is an instruction; the contents after it,
-    joined by line breaks, are the text. `label` or `score` is the score of a pair.
+    joined by line breaks, are the text. `label` or `score` is the score of a pair. `images`, `positive_images` and
+    `negative_images` (a list for each conversation) stand where the texts have `<image>`, else before them.
     https://swift.readthedocs.io/en/latest/BestPractices/Embedding.html
     """
 
@@ -495,15 +496,16 @@ class MsSwiftMessages(RowLayout):
     def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Example:
         reject_media(row, "this row")
         require_keys(row, "messages", "positive_messages")
-        instruction, query = _parse_conversation(row["messages"], '"messages"')
-        positives = _parse_conversations(row["positive_messages"], '"positive_messages"')
-        negatives = _parse_conversations(row.get("negative_messages"), '"negative_messages"')
+        instruction, query = _parse_conversation(row["messages"], '"messages"', row.get("images"))
+        positives = _parse_conversations(row, "positive")
+        negatives = _parse_conversations(row, "negative")
         self._require_positives(positives, '"positive_messages"')
         document_instructions = {system for system, _ in (*positives, *negatives)}
         if len(document_instructions) > 1:
             raise BadRow("the documents of this row have different system messages: a row's must be equal")
         document_instruction = next(iter(document_instructions), None)
-        self._ignore_except(row, "messages", "positive_messages", "negative_messages", "label", "score")
+        names = ("images", "positive_images", "negative_images")
+        self._ignore_except(row, "messages", "positive_messages", "negative_messages", "label", "score", *names)
         if instruction is not None or document_instruction is not None:
             self.features["instructions"] = None
         scores = self._scores(row, len(positives), len(negatives))
@@ -532,16 +534,23 @@ class MsSwiftMessages(RowLayout):
         return []
 
 
-def _parse_conversations(value: object, name: str) -> list[tuple[str | None, str]]:
+def _parse_conversations(row: dict[str, Any], role: str) -> list[tuple[str | None, str]]:
+    value, name = row.get(f"{role}_messages"), f'"{role}_messages"'
     if value is None:
         return []
     if not isinstance(value, list):
         raise BadRow(f"{name} must be a list of conversations, each a list of messages, not {describe_value(value)}")
-    return [_parse_conversation(element, f"element {i} of {name}") for i, element in enumerate(value, 1)]
+    images = row.get(f"{role}_images")
+    if images and (not isinstance(images, list) or len(images) != len(value)):
+        raise BadRow(f'"{role}_images" must be a list with a list of images for each of the {len(value)} of {name}')
+    return [
+        _parse_conversation(element, f"element {i} of {name}", images[i - 1] if images else None)
+        for i, element in enumerate(value, 1)
+    ]
 
 
-def _parse_conversation(value: object, name: str) -> tuple[str | None, str]:
-    """The system message of a conversation, if it has one, and its text."""
+def _parse_conversation(value: object, name: str, images: object = None) -> tuple[str | None, str]:
+    """The system message of a conversation, if it has one, and its text with the images."""
     if not isinstance(value, list) or not value:
         raise BadRow(f"{name} must be a list of messages, not {'empty' if value == [] else describe_value(value)}")
     instruction: str | None = None
@@ -555,7 +564,8 @@ def _parse_conversation(value: object, name: str) -> tuple[str | None, str]:
             case "system" if i == 1:
                 instruction = values.instruction(content, location)
             case "user" | "assistant":
-                contents.append(values.text(content, f'"content" of {location}'))
+                check = values.string if images else values.text
+                contents.append(check(content, f'"content" of {location}'))
             case role:
                 raise BadRow(
                     f"{location} has the role {describe_value(role)}: allowed are user, assistant, and system at the "
@@ -563,16 +573,17 @@ def _parse_conversation(value: object, name: str) -> tuple[str | None, str]:
                 )
     if not contents:
         raise BadRow(f"{name} has no message besides the system message")
-    return instruction, "\n".join(contents)
+    pictures = list(values.picture_values(images))
+    return instruction, values.text(values.with_pictures("\n".join(contents), pictures, "<image>", name), name)
 
 
 def _parse_content(value: object, name: str) -> object:
-    """A message's content; a list of parts, each of which must be a text, is joined."""
-    if not isinstance(value, list):
+    """A message's content; the texts of a list of parts are joined by line breaks."""
+    if not isinstance(value, list) or any(values.picture_values(value)):
         return value
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadRow(f"{name} holds {describe_value(part)}: only texts are trained on")
+            raise BadRow(f"{name} holds {describe_value(part)}: only texts and pictures are trained on")
     return "\n".join(part["text"] for part in value)
 
 

@@ -18,6 +18,7 @@ from embedtrain.data.sources.table_rows import (
     parquet_rows,
     parquet_sizes,
 )
+from embedtrain.data.sources.tar_rows import tar_rows
 from embedtrain.data.sources.text_rows import RawRow, delimited_rows, json_list_rows, json_rows, parse_json_row
 from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import DataError
@@ -46,6 +47,8 @@ def raw_rows(
             return parquet_rows(part.name, columns)
         case PartKind.arrow:
             return arrow_rows(part.name, columns)
+        case PartKind.tar:
+            return tar_rows(part.name)
         case PartKind.hub:
             return dataset_rows(open_dataset(part, subset, split), part.name, columns)
         case PartKind.beir:

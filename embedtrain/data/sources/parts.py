@@ -23,6 +23,7 @@ class PartKind(Enum):
     tsv = "TSV"
     parquet = "Parquet"
     arrow = "Arrow"
+    tar = "tar"  # of webdataset
     hub = "Hub data set"
     beir = "BEIR folder"
 
@@ -35,14 +36,15 @@ KIND_OF_SUFFIX = {
     ".parquet": PartKind.parquet,
     ".arrow": PartKind.arrow,
     ".feather": PartKind.arrow,
+    ".tar": PartKind.tar,
 }
 _COMPRESSED_SUFFIXES = (".gz", ".zst")
 _COMPRESSIBLE_KINDS = (PartKind.jsonl, PartKind.csv, PartKind.tsv)
 # A folder may also hold configuration in .json files, so only .jsonl counts there.
 FOLDER_SUFFIXES = [suffix for suffix in KIND_OF_SUFFIX if suffix != ".json"]
-SUPPORTED_FILES = ".jsonl, .json, .csv and .tsv (each also with .gz or .zst), .parquet, .arrow and .feather"
+SUPPORTED_FILES = ".jsonl, .json, .csv and .tsv (each also with .gz or .zst), .parquet, .arrow, .feather and .tar"
 _KIND_OF_MAGIC = {b"PAR1": PartKind.parquet, b"ARROW1": PartKind.arrow}
-_KINDS_WITHOUT_LINES = (PartKind.parquet, PartKind.arrow, PartKind.hub)
+_KINDS_WITHOUT_LINES = (PartKind.parquet, PartKind.arrow, PartKind.tar, PartKind.hub)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from embedtrain.data.images.item import MARK, Picture, has_pictures, item_parts, plain
 from embedtrain.data.sources.files import is_url, local_path
 from embedtrain.data.sources.parts import PartKind, SourcePart
-from embedtrain.data.sources.values import BadRow, PictureValue, picture_values, shorten
+from embedtrain.data.sources.values import BadRow, PictureValue, TarMember, picture_values, shorten, with_pictures
 from embedtrain.errors import DataError
 from embedtrain.utils.formatting import printable
 
@@ -62,7 +62,7 @@ class PictureSink(Protocol):
 
 def picture_folder(part: SourcePart, image_dir: str | None = None) -> str | None:
     """The folder that names of pictures in a part are relative to; None where there is none on this machine."""
-    if image_dir is not None:
+    if image_dir is not None and part.kind is not PartKind.tar:
         return os.path.abspath(local_path(image_dir))
     name = local_path(part.tables[1].name if part.tables else part.name)  # of a BEIR folder, that of its queries
     if is_url(name):
@@ -99,9 +99,9 @@ class RowPictures:
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row with its pictures as PictureValue; texts lose the character that marks references of pictures."""
         found = {key: self._value(value, self._is_picture(key, row)) for key, value in row.items()}
-        for key in [key for key, value in found.items() if isinstance(value, PictureValue | list)]:
-            if (match := _OF_TEXT.fullmatch(key)) and self._is_used(key):
-                self._join(found, key, match[1])
+        for key in row:
+            if (role := _role_of(key)) and self._is_used(key):
+                self._join(found, key, role)
         return found
 
     def read_file(self, value: str, name: str) -> str:
@@ -167,6 +167,8 @@ class RowPictures:
             # Vectors and scores are long.
             if not value or isinstance(value[0], bool | int | float):
                 return value
+            if not is_picture and _are_plain(value):  # most lists
+                return value
             return [self._value(element, is_picture) for element in value]
         if isinstance(value, dict):
             if value.keys() == _ENCODED and isinstance(value["bytes"], bytes | None):
@@ -175,6 +177,8 @@ class RowPictures:
                 key: self._value(element, is_picture_name(key) or (is_picture and key in ("url", "path")))
                 for key, element in value.items()
             }
+        if isinstance(value, TarMember):
+            return _Member(self, value)
         return _Bytes(self, value) if is_picture and isinstance(value, bytes) else value
 
     def _encoded(self, value: dict[str, Any]) -> Any:
@@ -217,6 +221,20 @@ class RowPictures:
 def is_picture_name(name: str) -> bool:
     """Whether a column of this name has pictures: image, query_image, image_path, jpg, ..."""
     return _NAME.fullmatch(name) is not None
+
+
+def _are_plain(value: list[Any]) -> bool:
+    """Whether all elements are texts without the mark."""
+    try:
+        return MARK not in "".join(value)
+    except TypeError:
+        return False
+
+
+@cache
+def _role_of(name: str) -> str | None:
+    match = _OF_TEXT.fullmatch(name)
+    return match and match[1]
 
 
 @cache
@@ -269,6 +287,25 @@ class _Bytes(PictureValue):
         return f"{len(self._data):,} bytes"
 
 
+class _Member(PictureValue):
+    """A picture in a tar file, whose digest has it."""
+
+    version = None
+
+    def __init__(self, reader: RowPictures, member: TarMember) -> None:
+        self._reader, self._member = reader, member
+
+    def read(self, name: str) -> str:
+        from embedtrain.data.images.files import Place
+
+        member = self._member
+        place = Place(os.path.abspath(local_path(member.file)), member.offset, member.length)
+        return self._reader.read_place(place, f"{name} is the member {shorten(member.name, 200)}, and ")
+
+    def __repr__(self) -> str:
+        return shorten(self._member.name)
+
+
 class _Mixed(PictureValue):
     """A text and its pictures, which stand where the text has <|image_1|>, else before it."""
 
@@ -277,13 +314,7 @@ class _Mixed(PictureValue):
         self.is_url = any(picture.is_url for picture in pictures)
 
     def read(self, name: str) -> str:
-        items = [picture.read(name) for picture in self._pictures]
-        texts = _SLOT.split(self._text)
-        if len(texts) == 1:
-            return "".join(items) + self._text
-        if len(texts) != len(items) + 1:
-            raise BadRow(f"{name} has {len(texts) - 1} places of pictures (<|image_1|>) and {len(items)} pictures")
-        return "".join(part for pair in zip(texts, [*items, ""], strict=True) for part in pair)
+        return with_pictures(_SLOT.sub("<|image|>", self._text), self._pictures, "<|image|>", name)
 
     @property
     def version(self) -> object:

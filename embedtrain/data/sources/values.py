@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
 from typing import TypeGuard, TypeVar
@@ -47,6 +48,16 @@ class PictureValue(ABC):
 
     @abstractmethod
     def __repr__(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """A file in a tar file: where its bytes are, and its name."""
+
+    file: str
+    offset: int
+    length: int
+    name: str
 
 
 def picture_values(value: object) -> Iterator[PictureValue]:
@@ -273,13 +284,25 @@ def content_item(value: object, name: str) -> str:
     return "".join(items)
 
 
+def with_pictures(text: str, pictures: Sequence[PictureValue], mark: str, name: str) -> str:
+    """The item of a text and its pictures, which stand where it has the mark, else before it."""
+    items = [picture.read(name) for picture in pictures]
+    texts = text.split(mark) if pictures else [text]
+    if len(texts) == 1:
+        return "".join(items) + text
+    if len(texts) != len(items) + 1:
+        raise BadRow(f"{name} has {mark} {len(texts) - 1} times, and {format_count(len(items), 'picture')}")
+    return "".join(part for pair in zip(texts, [*items, ""], strict=True) for part in pair)
+
+
 def _pictures_of_object(value: dict[str, object]) -> Iterator[PictureValue]:
-    """The pictures that are values of an object, or lists of them."""
+    """The pictures that are values of an object, alone, in lists, or as `{"url": ...}`; not of other objects in it."""
     for element in value.values():
-        if isinstance(element, PictureValue):
-            yield element
-        elif isinstance(element, list):
-            yield from (picture for picture in element if isinstance(picture, PictureValue))
+        for picture in element if isinstance(element, list) else [element]:
+            if isinstance(picture, dict) and len(picture) == 1:
+                (picture,) = picture.values()  # noqa: PLW2901
+            if isinstance(picture, PictureValue):
+                yield picture
 
 
 def _text_key(value: dict[str, object]) -> str | None:

@@ -179,7 +179,7 @@ def test_tevatron_passages(tmp_path: Path) -> None:
     assert "is an empty text" in bad(tmp_path, {**row, "positive_passages": [{"docid": 1, "text": " "}]})
     assert '"text" of element 1' in bad(tmp_path, {**row, "positive_passages": [{"docid": 1, "text": 4}]})
     image = {**row, "positive_passages": [{**passage(1), "image": "a.png"}]}
-    assert 'element 1 of "positive_passages" has "image"' in bad(tmp_path, image)
+    assert "names 'a.png', and it does not exist" in bad(tmp_path, image)
     error = error_of(write(tmp_path / "a.jsonl", row), needs=TEACHER)
     assert "needs a teacher's score of every document, which Tevatron passages do not hold" in error
     assert "needs the class of every row" in error_of(tmp_path / "a.jsonl", needs=CLASSES)
@@ -330,8 +330,9 @@ BAD_CONVERSATIONS = {
         **CONVERSATION,
         "positive_messages": [[*message("s", role="system"), *message("p")]],
     },
-    "only texts are trained on": {**CONVERSATION, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
-    'this row has "images": only texts are trained on': {**CONVERSATION, "images": ["a.png"]},
+    "only texts and pictures": {**CONVERSATION, "messages": [{"role": "user", "content": [{"type": "video"}]}]},
+    'this row has "videos": only texts and pictures': {**CONVERSATION, "videos": ["a.mp4"]},
+    "names 'a.png', and it does not exist": {**CONVERSATION, "images": ["a.png"]},
 }
 
 

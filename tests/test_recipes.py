@@ -152,8 +152,9 @@ def test_a_recipe_is_planned(name):
 
 
 def test_every_recipe_has_a_run():
-    # `make demo` and its own tests run the quickstart, tests/test_demo_reranker.py the reranker of its data.
-    quickstarts = {"quickstart", "quickstart_reranker", "quickstart_colbert"}
+    # `make demo` and its own tests run the quickstart, tests/test_demo_reranker.py the reranker of its data, and
+    # tests/image_text/test_quickstart.py that of pictures.
+    quickstarts = {"quickstart", "quickstart_reranker", "quickstart_colbert", "quickstart_images"}
     others = {*LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE, *quickstarts}
     assert set(PATHS) == {*MODELS, *RERANKERS, *others}
 

@@ -32,6 +32,7 @@ _GENERATED = re.compile(r"(?<=^<!-- options: )(\w+)( -->\n).*?(?=^<!-- end -->$)
 _LIBRARIES = {
     "FLAGEMBEDDING": "FlagEmbedding",
     "TEVATRON": "Tevatron",
+    "OPEN_CLIP": "open_clip",
     "TRAINER": "arguments of the Trainer",
     "LOSSES": "loss class",
     "RERANKER_LOSSES": "loss class of a CrossEncoder",
@@ -82,7 +83,7 @@ def section(name: str) -> str:
 def migration_table(library: str) -> str:
     """The table of the names of one library, such as `TRAINER`, and what embedtrain has instead."""
     rows: tuple[Row, ...] = getattr(migration, library)
-    dashes = "--" if library in ("FLAGEMBEDDING", "TEVATRON") else ""
+    dashes = "--" if library in ("FLAGEMBEDDING", "TEVATRON", "OPEN_CLIP") else ""
     lines = [
         f"| {row.shown or ', '.join(f'`{dashes}{name}`' for name in row.names.split())} | {row.ours} |"
         for row in rows

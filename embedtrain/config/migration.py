@@ -512,6 +512,78 @@ TEVATRON = (
     Row("", "not available", shown="images, audio, JAX"),
 )
 
+# Of open_clip. Names that transformers' Trainer has as well are shown on the page, and answered above.
+OPEN_CLIP = (
+    Row(
+        "model pretrained",
+        "`model.path`, a Hub id or a directory of transformers, with `model.kind=image_text`; a file of open_clip is "
+        "not read",
+        also="pretrained_hf hf_model_name",
+    ),
+    Row("siglip", "`loss=siglip`"),
+    Row(
+        "",
+        "`loss.directions=[query_document,document_query]`, `loss.partition_mode=separate`, "
+        "`loss.learn_temperature=true`, `loss.temperature_bounds=[0.01,1]`",
+        shown="without `--siglip`",
+    ),
+    Row(
+        "local-loss gather-with-grad loss-dist-impl", "not needed: a loss sees the batch of all GPUs, with its gradient"
+    ),
+    Row("", "`train.global_batch_size`, the rows of all GPUs together", shown="`--batch-size`"),
+    Row(
+        "accum-freq",
+        "not needed: every picture of `train.global_batch_size` is a candidate for every text, with gradients cached "
+        "in chunks of `train.chunk_tokens`",
+    ),
+    Row("lock-image", "`model.image.frozen=true`"),
+    Row("lock-text", "`model.text.frozen=true`"),
+    Row(
+        "lock-image-unlocked-groups lock-text-unlocked-layers",
+        "`optim.groups=[{match: PATTERN, lr: 0}]`, by names of the weights that stay as they are",
+    ),
+    Row("image-layer-decay text-layer-decay", "`optim.layer_decay`, of both towers", same),
+    Row(
+        "train-num-samples", "not needed: rows are counted; `max_rows` of a source reads fewer", also="val_num_samples"
+    ),
+    Row("csv-img-key csv-caption-key", "`columns` of a source in `data.train`, the caption first: `[title, filepath]`"),
+    Row("csv-separator dataset-type", "not needed: the name and the first line of a file say it"),
+    Row("train-data-upsampling-factors", "`weight` of a source in `data.train`"),
+    Row("dataset-resampled", "not available: an epoch has every row as often as the `weight` of its source says"),
+    Row("val-data", "`evaluation.sets`", in_list),
+    Row("val-frequency zeroshot-frequency", "`evaluation.every`, a number of steps"),
+    Row("wd", "`optim.weight_decay`", same),
+    Row("warmup", "`optim.warmup`, from 1 on a number of steps", same),
+    Row("grad-clip-norm", "`optim.max_grad_norm`, 1 by default; null does not clip", same),
+    Row("", "`optim.schedule=cosine`, `constant` or, for `const-cooldown`, `wsd`", shown="`--lr-scheduler`"),
+    Row("skip-scheduler", "`optim.schedule=constant`"),
+    Row(
+        "",
+        "`train.epochs`, `optim.lr`, `optim.betas`, `optim.eps`, `seed`, `data.workers`",
+        shown="`--epochs`, `--lr`, `--beta1`, `--beta2`, `--eps`, `--seed`, `--workers`",
+    ),
+    Row("", _PRECISION, shown="`--precision`"),
+    Row("grad-checkpointing", "`parallel.activation_checkpointing`, which is decided by memory unless it is set"),
+    Row("torchcompile", "`parallel.compile`, by default on GPUs"),
+    Row("", "`parallel.strategy`, by default chosen by memory", shown="`--fsdp`"),
+    Row("save-frequency", "`checkpoint.every`, a number of steps"),
+    Row("save-most-recent delete-previous-checkpoint", "`checkpoint.keep`, a number of checkpoints"),
+    Row("", "not needed: the same command resumes the run in its `output_dir`", shown="`--resume`"),
+    Row("logs", "`output_dir`, that of a run", same),
+    Row("log-every-n-steps", "`train.log_every`", same),
+    Row("wandb-project-name", "`tracking.wandb_init.project`", same),
+    Row(
+        "image-mean image-std image-interpolation image-resize-mode force-image-size force-context-length",
+        "not options: they are in the files of `model.path`",
+    ),
+    Row("use-naflex", "not needed: the files of SigLIP 2 NaFlex say it"),
+    Row(
+        "aug-cfg force-patch-dropout distill-model distill-pretrained use-bnb-linear coca-caption-loss-weight "
+        "coca-contrastive-loss-weight",
+        "not available",
+    ),
+)
+
 
 _SCALE = "`loss.temperature=0.05`, which is 1 / its default scale of 20 and the default here"
 _DISTANCES = {name: name for name in ("cosine", "euclidean", "manhattan")}

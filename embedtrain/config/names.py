@@ -25,6 +25,7 @@ _RECIPE_ROWS = (
     *migration.SENTENCE_TRANSFORMERS,
     *migration.FLAGEMBEDDING,
     *migration.TEVATRON,
+    *migration.OPEN_CLIP,
     *migration.LOSS_ARGUMENTS,
     *migration.LAUNCHERS,
 )

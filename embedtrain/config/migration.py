@@ -509,7 +509,7 @@ TEVATRON = (
         "not available: queries and documents have one encoder, without a projection of its own",
         also="tie_encoder add_pooler projection_in_dim projection_out_dim",
     ),
-    Row("", "not available", shown="images, audio, JAX"),
+    Row("", "not available", shown="audio, JAX"),
 )
 
 # Of open_clip. Names that transformers' Trainer has as well are shown on the page, and answered above.

@@ -537,7 +537,8 @@ def device_group(
 ) -> dist.ProcessGroup:
     """The process group of this rank's part of all ranks, for tensors on its device. A collective of all ranks.
 
-    It has the backend of the device alone: torch would connect gloo as well, and give it the options of NCCL.
+    It has the backend of the device alone: torch would connect gloo as well, and give it the options of NCCL, of which
+    it warns, and with which gloo waits for 30 minutes.
 
     Args:
         device: of this rank.
@@ -557,21 +558,30 @@ def device_group(
     backend = dict(part.split(":") for part in dist.get_backend_config().split(","))[device.type]
     limits = _backend(default, device).options  # None of torch's "fake" backend
     options: dict[str, Any] = {
-        "backend": None if in_host_memory else backend,
         "timeout": None if limits is None else limits._timeout,  # torch would take ten or thirty minutes
         "group_desc": name,
     }
     ranks = [list(part) for part in parts]
     if default.bound_device_id is None:
-        group, _ = dist.new_subgroups_by_enumeration(ranks, **options)
+        group, _ = dist.new_subgroups_by_enumeration(ranks, backend=None if in_host_memory else backend, **options)
     else:
-        if not _SPLITS_ONE_BACKEND:
-            del options["backend"]
+        if _SPLITS_ONE_BACKEND:
+            options["backend"] = backend
         # One collective for all parts, and the only way for ProcessGroupNCCL2.
         group = dist.split_group(split_ranks=ranks, **options)
     assert isinstance(group, dist.ProcessGroup)
+    if in_host_memory and _SPLITS_ONE_BACKEND and default.bound_device_id is not None:
+        _connect_gloo(group, options["timeout"])
     _device_groups[key] = group
     return group
+
+
+def _connect_gloo(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Add gloo for tensors on the CPU to a group of GPUs, as torch does where it makes a group with both."""
+    store = PrefixStore("host memory", group.get_group_store())
+    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    # Private names, checked on torch 2.13. `ProcessGroup.split_group` would change the options of the default group.
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
 
 def _integer(variable: str, default: int) -> int:

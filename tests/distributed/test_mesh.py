@@ -43,34 +43,48 @@ def test_the_mesh_has_the_shape_of_the_layout(ranks):
 
 
 def splits_of_a_bound_group(world: World) -> list[dict[str, Any]]:
-    """What torch is asked for where the default group has NCCL and is bound to a GPU; torch's call is stubbed."""
+    """What torch is asked for where the default group has NCCL and is bound to a GPU; torch's call is stubbed.
+
+    Of offloaded shards the time-out of collectives in host memory, one of which runs.
+    """
     asked, default = [], dist.group.WORLD
     parameters = inspect.signature(dist.split_group)
 
     def split_group(**options: Any) -> Any:
         asked.append(dict(parameters.bind(**options).arguments))
-        return default
+        # As torch does without `backend`.
+        backends = "cuda:fake" if "backend" in options else "cpu:gloo,cuda:fake"
+        default.bound_device_id = None
+        parts, timeout = options["split_ranks"], options["timeout"]
+        group, _ = dist.new_subgroups_by_enumeration(parts, backend=backends, timeout=timeout)
+        default.bound_device_id = device
+        return group
 
     device = torch.device("cuda", 0)
     stubs = {"split_group": split_group, "get_backend_config": lambda: "cpu:gloo,cuda:nccl"}
     with mock.patch.multiple(dist, **stubs):
         default.bound_device_id = device
         try:
-            device_group(device, [[0], [1]], "replicas")
-            assert device_group(device, [[0, 1]], "all") is default
-            device_group(device, [[0], [1]], "shards", in_host_memory=True)
+            device_group(device, [[0, 1], [2]], "replicas")
+            assert device_group(device, [[0, 1, 2]], "all") is default
+            shards = device_group(device, [[0, 1], [2]], "shards", in_host_memory=True)
         finally:
             default.bound_device_id = None
+    if world.rank < 2:
+        total = torch.tensor([world.rank + 1])
+        dist.all_reduce(total, group=shards)
+        assert total.item() == 3
+    asked[-1]["waits"] = shards._get_backend(torch.device("cpu")).options._timeout
     return asked
 
 
-def test_a_group_of_gpus_connects_nccl_alone_unless_shards_are_offloaded(ranks):
+def test_a_group_of_gpus_connects_gloo_apart_from_nccl_if_shards_are_offloaded(ranks):
     minute = timedelta(seconds=60)
     alone = {"backend": "nccl"} if "backend" in inspect.signature(dist.split_group).parameters else {}
-    expected = {"split_ranks": [[0], [1]], "timeout": minute, "group_desc": "replicas", **alone}
-    for replicas, shards in ranks(2, splits_of_a_bound_group):
-        assert replicas == expected
-        assert shards == expected | {"group_desc": "shards"} | dict.fromkeys(alone)
+    expected = {"timeout": minute, **alone}
+    for replicas, shards in ranks(3, splits_of_a_bound_group):
+        assert replicas == expected | {"split_ranks": [[0, 1], [2]], "group_desc": "replicas"}
+        assert shards == expected | {"split_ranks": [[0, 1], [2]], "group_desc": "shards", "waits": minute}
 
 
 def load(world: World, path: str, strategies: list[Strategy]) -> list[float]:

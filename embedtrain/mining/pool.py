@@ -77,7 +77,9 @@ class MiningSource:
 
     def identity(self) -> dict[str, Any]:
         """Everything about this source that the mined rows depend on, as JSON."""
-        return {"rows": self.store.key, **asdict(self.text_format)}
+        # A picture may be replaced in a file that the rows only name.
+        pictures = {"content": self.store.content} if self.store.report.num_pictures else {}
+        return {"rows": self.store.key, **pictures, **asdict(self.text_format)}
 
 
 def read_mining_sources(options: RowSearchOptions, prompts: Mapping[str, str], cache: Cache) -> list[MiningSource]:

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -13,9 +15,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 from embedtrain.config.kinds import kind_of_files
-from embedtrain.distributed.world import World
 from tests.commands import call
-from tests.image_text.models import picture_item, row_value, save_image_text, save_parts
+from tests.image_text.models import row_value, save_image_text, save_parts
 from tests.runs import evaluation_metrics, losses, rewind_run, run_without_base
 from tests.small import text
 
@@ -40,22 +41,17 @@ def inputs(tmp_path_factory):
     rows = [{"query": text(i, 2 + i % 7), "pos": [picture(i)]} for i in range(24)]
     rows += [{"query": picture(i), "pos": [text(i, 2 + i % 7)], "neg": [text(50 + i, 4)]} for i in range(3)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoded = [{"bytes": (folder / f"picture_{i}.png").read_bytes(), "path": None} for i in range(24)]
+    pq.write_table(pa.table({"image": encoded, "caption": [text(i, 5) for i in range(24)]}), folder / "more.parquet")
     dev = [{"query": text(i, 2 + i % 7), "pos": [picture(i)], "neg": [picture(i + 1)]} for i in range(20, 29)]
     (folder / "dev.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dev))
     return folder
 
 
-def run(world: World, inputs: Path, *arguments: str) -> None:
-    """Train with the pictures of the inputs."""
-    for path in inputs.glob("picture_*.png"):
-        picture_item(inputs, int(path.stem.removeprefix("picture_")))
-    run_without_base(world, *arguments)
-
-
 def options(inputs: Path, output_dir: Path, *more: str) -> list[str]:
     return [
-        *SETTINGS, f"data.train=[{inputs / 'train.jsonl'}]", f"evaluation.sets=[{inputs / 'dev.jsonl'}]",
-        f"output_dir={output_dir}", *more,
+        *SETTINGS, f"data.train=[{inputs / 'train.jsonl'},{inputs / 'more.parquet'}]",
+        f"evaluation.sets=[{inputs / 'dev.jsonl'}]", f"output_dir={output_dir}", *more,
     ]  # fmt: skip
 
 
@@ -64,11 +60,11 @@ def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
     more = [f"model.path={inputs / 'siglip'}", "loss=siglip", "optim.ema=0.5"]
     runs = {size: tmp_path / str(size) for size in (1, 3)}
     for size, output_dir in runs.items():
-        ranks(size, run, inputs, *options(inputs, output_dir, *more), timeout=280)
+        ranks(size, run_without_base, *options(inputs, output_dir, *more), timeout=280)
         assert losses(output_dir) == pytest.approx(losses(runs[1]), rel=1e-4)
         assert evaluation_metrics(output_dir) == evaluation_metrics(runs[1])
     resumed = rewind_run(runs[3], tmp_path / "resumed", 2)
-    ranks(2, run, inputs, *options(inputs, resumed, *more))
+    ranks(2, run_without_base, *options(inputs, resumed, *more))
     assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)
     stored, start = load_file(runs[1] / "model" / "model.safetensors"), load_file(inputs / "siglip/model.safetensors")
     again = load_file(resumed / "model" / "model.safetensors")
@@ -84,7 +80,7 @@ def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-5)
     pictures = opened.encode([Image.open(inputs / "picture_3.png")])
     assert pictures.shape == (1, together.shape[1])
-    ranks(1, run, inputs, *options(inputs, tmp_path / "next", f"model.path={runs[1] / 'model'}", "train.steps=1"))
+    ranks(1, run_without_base, *options(inputs, tmp_path / "next", f"model.path={runs[1] / 'model'}", "train.steps=1"))
 
 
 def test_a_new_pair_trains_with_a_frozen_tower(ranks, inputs, tmp_path):
@@ -94,7 +90,7 @@ def test_a_new_pair_trains_with_a_frozen_tower(ranks, inputs, tmp_path):
         "model.projection_dim=24", "loss.directions=[query_document,document_query]", "loss.partition_mode=separate",
         "loss.learn_temperature=true", 'optim.groups=[{match: "^text[.]", lr: 1e-4}]', "train.steps=2",
     ]  # fmt: skip
-    ranks(2, run, inputs, *options(inputs, tmp_path / "pair", *more))
+    ranks(2, run_without_base, *options(inputs, tmp_path / "pair", *more))
     stored = load_file(tmp_path / "pair" / "model" / "model.safetensors")
     for tower, before, is_frozen in (("vision", "vit", True), ("text", "bert", False)):
         weights = AutoModel.from_pretrained(inputs / before).state_dict()
@@ -108,7 +104,7 @@ def test_adapters_of_one_tower_are_merged(ranks, inputs, tmp_path):
         f"model.path={inputs / 'clip'}", "model.lora={rank: 2, targets: [text.q_proj]}", "loss.learn_temperature=true",
         "train.steps=2",
     ]  # fmt: skip
-    ranks(1, run, inputs, *options(inputs, tmp_path / "run", *more))
+    ranks(1, run_without_base, *options(inputs, tmp_path / "run", *more))
     stored, before = load_file(tmp_path / "run/model/model.safetensors"), load_file(inputs / "clip/model.safetensors")
     changed = {name for name in before if not torch.equal(stored[name], before[name])}
     assert changed == {*(f"text_model.encoder.layers.{n}.self_attn.q_proj.weight" for n in range(2)), "logit_scale"}

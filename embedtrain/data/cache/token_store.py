@@ -324,6 +324,8 @@ class _CachedTokens:
             "rows": self._source.key,
             "tokenizer": tokenizer.fingerprint,
         }
+        if self._source.report.num_pictures:  # a picture may be replaced in a file that the rows only name
+            key_parts["content"] = self._source.content
         if not self._source.extra_columns & {"instruction", "document_instruction"}:
             del key_parts["instruction_format"]
         self.directory = cache.directory / f"tokens-{json_digest([FORMAT, key_parts])}"

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.cache import map_array, write_array
+from embedtrain.data.cache.cache import JOINED, map_array, write_array
 from embedtrain.data.images.item import Picture
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.utils.files import reading
+from embedtrain.utils.files import reading, remove_tree
 from embedtrain.utils.formatting import format_bytes, format_count, install_command, one_line, printable
 
 if TYPE_CHECKING:
@@ -153,12 +153,14 @@ def decode_picture(place: Place, picture: Picture) -> "Image":
     try:
         data = read_bytes(place)
         if picture.key != place_key(place) and picture.key != content_key(data):
-            raise BadPicture("it has changed since the data was prepared: prepare the data again")
+            PICTURES.discard(picture)
+            raise BadPicture("it has changed since the data was prepared: start again, and the data is prepared again")
         image = _open(io.BytesIO(data))
         if _upright_size(image) != (picture.width, picture.height):
             width, height = _upright_size(image)
             was = f"{picture.width} x {picture.height}"
-            raise BadPicture(f"it is {width} x {height}, but was {was}: prepare the data again")
+            PICTURES.discard(picture)
+            raise BadPicture(f"it is {width} x {height}, but was {was}: start again, and the data is prepared again")
         # Before the pixels are read, which may find a second one behind them. Pillow turns TIFF itself.
         turn = 1 if image.format == "TIFF" else _orientation(image)
         try:
@@ -326,6 +328,13 @@ class KnownPictures:
                 # Replaced, not changed: `place` may be going through it.
                 self._tables = {**self._tables, directory: PictureTable(directory, roots)}
             return self._tables[directory]
+
+    def discard(self, picture: Picture) -> None:
+        """Remove what is cached with a picture that is no longer the same, so that the next start prepares it again."""
+        for directory, table in self._tables.items():
+            # Only what is surely a folder of the cache: `joined/pictures` in it.
+            if directory.parts[-2:] == (JOINED, TABLE) and table.get(picture.key) is not None:
+                remove_tree(directory.parent.parent)
 
     def place(self, picture: Picture) -> Place:
         """Where a picture is; DataError if this process has read no file with it."""

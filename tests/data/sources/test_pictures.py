@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import shutil
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +17,15 @@ from PIL import Image
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.row_store import RowStore, read_sources
+from embedtrain.data.cache.token_store import TokenRequest, prepare_all
 from embedtrain.data.images.files import PICTURES, content_key, decode_picture
 from embedtrain.data.images.item import MARK, Picture, item_parts, join_parts
+from embedtrain.data.rows import TextFormat
 from embedtrain.data.sources.pictures import shown_item, written_item
-from embedtrain.errors import DataError
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.errors import ConfigError, DataError
 from tests.commands import call
+from tests.small import small_tokenizer
 
 
 def encoded(seed: int, **options: object) -> bytes:
@@ -31,6 +38,14 @@ def encoded(seed: int, **options: object) -> bytes:
 
 def picture(seed: int) -> Picture:
     return Picture(content_key(encoded(seed)), 10, 10 + seed)
+
+
+def header_of_png(width: int, height: int) -> bytes:
+    """The beginning of a PNG of this size, which is all that is read of it."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"IDAT" + zlib.compress(b"")
+    chunks = (struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in (chunk, data))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 @pytest.fixture
@@ -47,10 +62,14 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
+def cache_of(folder: Path) -> Cache:
+    return Cache(directory=folder / "cache")
+
+
 def read(path: Path, on_error: OnError = OnError.stop, **options: object) -> RowStore:
     """The rows of a file, from a cache beside it."""
-    cache = Cache(directory=path.parent / "cache")
-    return read_sources([TrainSource(path=str(path), **options)], on_error, cache=cache)[0]  # type: ignore[arg-type]
+    source = TrainSource(path=str(path), **options)  # type: ignore[arg-type]
+    return read_sources([source], on_error, cache=cache_of(path.parent))[0]
 
 
 def items(store: RowStore) -> list[list[list[str | Picture]]]:
@@ -134,11 +153,15 @@ def test_images_in_parquet(folder):
         ("data:image/png;base64,AAAA", "not downloaded"),
         ("photos", "folder"),
         ("a\0.png", "null character"),
+        ("drawing.svg", "a drawing (SVG)"),
+        ("bomb.png", "144,000,000 pixels, more than"),
         ("new\nline.png", r"'new\nline.png'"),
     ],
 )
 def test_bad_pictures_refuse_their_row(folder, value, problem):
     (folder / "notes.jpg").write_text("some notes")
+    (folder / "drawing.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>")
+    (folder / "bomb.png").write_bytes(header_of_png(12_000, 12_000))
     (folder.parent / "outside.png").write_bytes(encoded(1))
     rows = [{"query": "a", "pos": [{"image": "photos/1.png"}]}, {"query": "b", "pos": [{"image": value}]}]
     path = write_rows(folder / "rows.jsonl", rows)
@@ -227,11 +250,26 @@ def test_shown_items(folder):
     assert shown_item(f"{Picture(5, 2, 3)}") == "[picture 2x3]"
 
 
-def test_no_picture_is_read_of_cached_rows(folder):
+def test_cached_rows_are_planned_without_their_pictures(folder):
+    """A picture that is no longer one ends what decodes it, and what starts after that prepares the data again."""
     path = write_rows(folder / "rows.jsonl", [{"caption": "a", "image": "photos/1.png"}])
     first = items(read(path))
-    (folder / "photos" / "1.png").chmod(0)
-    assert items(read(path)) == first
+    file = folder / "photos" / "1.png"
+    status = file.stat()
+    file.write_bytes(bytes(status.st_size))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    store = read(path)
+    assert store.report.cached and items(store) == first
+    with pytest.raises(DataError, match=r"1\.png: it has changed since the data was prepared"):
+        decode_picture(PICTURES.place(picture(1)), picture(1))
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*photos/1\.png.* is no picture"):
+        read(path)
+
+
+def test_a_model_of_texts_refuses_pictures(folder):
+    path = write_rows(folder / "rows.jsonl", [{"caption": "a", "image": "photos/1.png"}])
+    with pytest.raises(ConfigError, match="rows: its rows have 1 picture, and the model reads texts alone"):
+        prepare_all([TokenRequest(read(path), TextFormat())], TextTokenizer(small_tokenizer(), 16), cache_of(folder))
 
 
 def test_split_rows_and_beir_folders(folder, tmp_path):
@@ -247,5 +285,5 @@ def test_split_rows_and_beir_folders(folder, tmp_path):
     train = [row.texts for row in read(output / "train.jsonl")]
     for _ in range(2):
         source = TrainSource(path=str(output / "dev"), split="test")
-        (dev,) = read_sources([source], OnError.stop, cache=Cache(directory=folder / "cache"))
+        (dev,) = read_sources([source], OnError.stop, cache=cache_of(folder))
         assert sorted([*train, *(row.texts for row in dev)]) == sorted(before)

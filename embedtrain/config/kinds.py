@@ -82,6 +82,7 @@ class Kind(ABC):
         has_one_vector: whether a text has one vector and nothing else.
         measures_classes: whether classification and clustering, which need one vector per text, can be measured.
         views: names of the parts of the score that an evaluation also measures alone.
+        has_vision: whether a model with a vision tower can be such a model.
     """
 
     name: ClassVar[str]
@@ -109,6 +110,7 @@ class Kind(ABC):
     has_one_vector: ClassVar[bool] = False
     measures_classes: ClassVar[bool] = False
     views: ClassVar[tuple[str, ...]] = ()
+    has_vision: ClassVar[bool] = False
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -200,6 +202,10 @@ class Kind(ABC):
     def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
         """The kind's settings that have to be equal in models whose weights are combined, by names for a message."""
         return {} if source.settings is None else {"settings": source.settings}
+
+    def served_as(self, source: "ModelSource") -> str:
+        """What serving engines know such a model as, in `formats/serving_engines.yaml`."""
+        return self.name
 
     def notes(self, source: "ModelSource") -> list[str]:
         """Lines for the user about how the model was opened."""

@@ -341,9 +341,10 @@ def shown_prompt(prompt: str) -> str:
     return "`` " + repr(shown).replace("|", "\\|") + " ``"
 
 
-def comparison_block(class_name: str, name: str, documents: str, *more: str) -> list[str]:
-    """How a class of sentence-transformers compares a question with these documents."""
+def comparison_block(class_name: str, name: str, documents: str, *more: str, first: str | None = None) -> list[str]:
+    """How a class of sentence-transformers compares a question with these documents; `first` is a line before."""
     return python_block(
+        *([] if first is None else [first]),
         f"from sentence_transformers import {class_name}",
         "",
         f'model = {class_name}("{name}")',

@@ -78,6 +78,11 @@ class ServedModel:
             settings.get("model_type") == PYLATE,
         )
 
+    @property
+    def kind(self) -> str:
+        """What engines know it as."""
+        return self.source.kind.served_as(self.source)
+
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What rules about engines refer to, by name; the traits among them are true or false."""
@@ -159,12 +164,14 @@ class Engine:
         Of a model that it does not open, only the reasons for that. What a client can do is no deviation: prepend
         prompts, format pairs, and request float32 or vectors without normalisation.
         """
-        kind, facts, deviations = model.source.kind, model.facts, []
-        if kind.name not in self.kinds:
+        kind, facts, deviations = model.kind, model.facts, []
+        if kind not in self.kinds:
             known = "whether it serves {} is not known" if self.is_unknown(model) else "it does not serve {}"
-            deviations.append(Deviation(Severity.refused, known.format(kind.files.plural)))
-        elif self.kinds[kind.name]:
-            deviations.append(Deviation(Severity.partial, self.kinds[kind.name]))
+            own = model.source.kind
+            plural = own.files.plural if kind == own.name else f"{kind.replace('_', '-')} models"
+            deviations.append(Deviation(Severity.refused, known.format(plural)))
+        elif self.kinds[kind]:
+            deviations.append(Deviation(Severity.partial, self.kinds[kind]))
         # No engine has the user's class, but a graph computes it.
         lost = self.lost if "no_graph" in self.lost else self.lost | {"own_pooling"}
         deviations += [_deviation(_TABLE["traits"][trait], facts) for trait in sorted(model.traits & lost)]
@@ -177,7 +184,7 @@ class Engine:
 
     def is_unknown(self, model: ServedModel) -> bool:
         """Whether nothing is known about what the engine does with models of this kind."""
-        return model.source.kind.name in _TABLE["partly_known"] and model.source.kind.name not in self.kinds
+        return model.kind in _TABLE["partly_known"] and model.kind not in self.kinds
 
     def reasons_against(self, model: ServedModel) -> list[str]:
         """Why what it computes of the model is not to be compared with the encoder; empty if it is."""

@@ -38,6 +38,7 @@ from embedtrain.models.pooling import pooling_name
 from embedtrain.models.rope import scale_rope, set_rope_theta
 from embedtrain.models.security import require_bounded_numbers, require_safe_files
 from embedtrain.models.types import ModelSource, Tokenization, VectorSettings
+from embedtrain.models.vision_language import FAMILIES
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import one_line
 
@@ -234,6 +235,11 @@ def source_of(kind: Kind, files: StoredModel) -> ModelSource:
     Dense modules, and a user's pooling with its weights, are what only some kinds have.
     """
     modules, settings = files.modules, files.transformer
+    if files.config.model_type in FAMILIES and not kind.has_vision:
+        raise ModelError(
+            f"{files.directory} holds {files.config.model_type}, a vision-language model, which {model_option('kind')}="
+            f"{kind.name} does not train; write {model_option('kind')}=dense"
+        )
     has_modules = bool(modules.kinds)
     max_length = read_static_max_length(files.directory) if modules.is_static else settings.get("max_seq_length")
     return ModelSource(

@@ -25,11 +25,13 @@ from embedtrain.kinds.dual_encoder.options import TowerOptions
 from embedtrain.models.build import assemble_encoder, full_state_dict, locate_weights
 from embedtrain.models.types import ModelSource
 from tests.image_text.models import picture_item
+from tests.marks import slow_but
 from tests.small import model_options, save_small, small_model, tokenised
 from tests.vision_language.models import save_vision_model
 from tests.vision_models import QWEN
 
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "modernvbert")
+TOKENIZED = slow_but({"qwen2_vl", "qwen3_vl", "idefics3", "modernvbert"}, ARCHITECTURES)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def items(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("prompt", ["", "Find it.\n"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", TOKENIZED)
 def test_tokens_and_positions_are_those_of_the_processor(folder, architecture, prompt):
     directory = folder / architecture
     source, tokenizer = opened(directory)
@@ -208,6 +210,9 @@ def test_other_models_with_a_vision_tower_are_refused(folder, tmp_path):
         opened(tmp_path)
     with pytest.raises(ConfigError, match=r"model\.config\.model_type=qwen2_vl"):
         open_model_source(model_options("dense", config={"model_type": "qwen2_vl"}, pooling="last"))
+    for kind in ("late_interaction", "m3", "sparse"):
+        with pytest.raises(ModelError, match=rf"vision-language model, which model\.kind={kind}.*=dense"):
+            open_model_source(model_options(kind, path=str(folder / "qwen2_vl")))
     with pytest.raises(ConfigError, match=r"vision-language model, which is no tower"):
         towers = {"query": TowerOptions(path=str(folder / "qwen2_vl"), pooling="last")}
         open_model_source(model_options("dual_encoder", **towers, document=towers["query"]))

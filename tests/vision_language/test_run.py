@@ -89,6 +89,11 @@ def test_a_frozen_tower_and_the_libraries(ranks, inputs, tmp_path):
     assert not any(name.startswith(("vision_model.", "connector.")) for name in changed)
     settings = json.loads((tmp_path / "run/model/config_sentence_transformers.json").read_text())
     assert settings["prompts"]["query"] == "Find it."
+    card = (tmp_path / "run/model/README.md").read_text()
+    assert "| sentence-transformers (6.2) | exactly |" in card
+    assert card.count("| exactly |") == 2
+    assert "What others do with such a model is not known." in card
+    assert '{"image": Image.open("page.png"), "text": "with a picture before it"}' in card
     call("export", f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'exported'}")
     torch.testing.assert_close(load_file(tmp_path / "exported/model.safetensors"), stored, rtol=0, atol=0)
 

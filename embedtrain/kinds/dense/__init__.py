@@ -36,6 +36,7 @@ class Dense(BackboneKind):
     new_part = "heads"
     command_options: ClassVar[tuple[str, ...]] = ("pooling", "normalize", "similarity")
     has_tables = True
+    has_vision = True
 
     def outputs(self, source: "ModelSource") -> str:
         """Pooling, heads and normalisation."""
@@ -58,6 +59,10 @@ class Dense(BackboneKind):
             return super().compared_settings(source)
         vision = source.settings
         return {"image processing": vision.processing.digest, "template of items": str(vision.template)}
+
+    def served_as(self, source: "ModelSource") -> str:
+        """A vision-language model is one of few that engines open as such."""
+        return "vision_language" if _reads_pictures(source) else self.name
 
     def notes(self, source: "ModelSource") -> list[str]:
         """What an export cannot be compared with."""

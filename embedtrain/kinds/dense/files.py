@@ -11,6 +11,7 @@ from transformers import AutoModel, PreTrainedTokenizerBase
 
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import ExportConfig, Pooling
+from embedtrain.data.images.processing import PROCESSOR_FILE
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import CheckpointError, ConfigError
@@ -135,11 +136,14 @@ class DenseFiles(ModelFiles):
             )
             return [*lines, f"Vectors are pooled by `{own}`, a class that is no part of this directory.", ""]
         similarity = VectorSimilarity(read_json(architecture / SETTINGS)["similarity_fn_name"])
-        lines = [
-            *comparison_block("SentenceTransformer", name, '["a text that answers it"]'),
-            f"The model compares vectors by {_SIMILARITIES[similarity]}.",
-            "",
-        ]
+        compares = f"The model compares vectors by {_SIMILARITIES[similarity]}."
+        if (architecture / PROCESSOR_FILE).is_file():
+            items = '["a text", {"image": Image.open("page.png"), "text": "with a picture before it"}]'
+            lines = ["Queries and documents are texts, pictures, or both; a prompt is a system message.", ""]
+            lines += comparison_block("SentenceTransformer", name, items, first="from PIL import Image")
+            prompts_of_system = [f"- {kind}: {shown_prompt(text)}" for kind, text in prompts.items() if text]
+            return [*lines, compares, "", *prompts_of_system, *[""] * bool(prompts_of_system)]
+        lines = [*comparison_block("SentenceTransformer", name, '["a text that answers it"]'), compares, ""]
         if any(prompts.values()):
             lines += [
                 "`encode_query` and `encode_document` prepend the prompts that the model was trained with. Other "

@@ -244,6 +244,7 @@ def vision_encoder(source: ModelSource, model: PreTrainedModel, head: Head) -> E
     assert family is not None
     family.prepare(model)
     encoder = Encoder(prepare_backbone(model), head, vision=family)
+    encoder.decoded_bytes = settings.processing.bytes_per_patch * family.merge**2
     if settings.frozen:
         for module in encoder.vision_modules:
             module.requires_grad_(False)

@@ -21,8 +21,8 @@ from embedtrain.formats.source import open_model_source
 from embedtrain.training.train import train
 from tests.conftest import ROOT
 from tests.image_text.models import row_value, save_image_text
-from tests.image_text.test_run import run as run_with_pictures
 from tests.marks import slow_but
+from tests.runs import run_without_base
 from tests.small import (
     batch,
     model_options,
@@ -328,7 +328,7 @@ def test_a_small_model_of_texts_and_pictures_trains(ranks, tmp_path, name):
         "train.epochs=null", "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=128", "optim.warmup=0",
         f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    ranks(2, run_with_pictures, tmp_path, *arguments)
+    ranks(2, run_without_base, *arguments)
     opened = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
     vectors = opened.encode_query(["alpha beta gamma", "delta"])
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)
@@ -347,7 +347,7 @@ def test_a_small_vision_language_model_trains(ranks, tmp_path, name):
         "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=400", "optim.warmup=0", "checkpoint.every=2",
         f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    ranks(2, run_with_pictures, tmp_path, *arguments)
+    ranks(2, run_without_base, *arguments)
     source = open_model_source(model_options(path=str(tmp_path / "run" / "model")))
     recipe = compose_named(name, *arguments[1:])
     assert source.prompts["query"] == (recipe.model.query_prompt or "")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache, map_array, write_array
-from embedtrain.data.cache.document_store import MappedTexts
+from embedtrain.data.cache.document_store import MappedTexts, know_pictures
 from embedtrain.data.cache.row_store import ArrowRows, RowStore, read_sources
 from embedtrain.data.rows import Example, TextFormat, text_keys
 from embedtrain.data.sources.layouts import TEXTS_ONLY
@@ -64,6 +64,7 @@ class MiningSource:
     store: RowStore
     document_parts: Sequence[SourcePart]  # the corpus that its rows refer to by id, if any; all of it is searched
     text_format: TextFormat
+    image_dir: str | None = None  # of pictures that the corpus names
 
     def format_query(self, row: Example) -> tuple[str, str]:
         """A row's query as the model sees it, and the prompt that it starts with."""
@@ -107,6 +108,7 @@ def read_mining_sources(options: RowSearchOptions, prompts: Mapping[str, str], c
             store=store,
             document_parts=find_parts(source).document_parts,
             text_format=TextFormat.of(source, default),
+            image_dir=source.image_dir,
         )
         for name, source, store in zip(_unique_names(sources), sources, stores, strict=True)
     ]
@@ -161,9 +163,16 @@ def all_documents(
             yield documents
             done += num_rows
             progress("collecting documents of rows", done, total)
-    parts = [(part, number) for number, source in enumerate(sources) for part in source.document_parts]
-    for part, number in (*parts, *((part, NO_SOURCE) for part in corpus)):
-        yield from _corpus_documents(part, number, progress)
+    for number, source in enumerate(sources):
+        for part in source.document_parts:
+            yield from _corpus_documents(part, number, progress, source.image_dir)
+    for part in corpus:
+        yield from _corpus_documents(part, NO_SOURCE, progress)
+
+
+def know_corpus_pictures(corpus: Sequence[SourcePart], cache: Cache) -> None:
+    """Make the pictures of `corpus` known to this process; those of sources are, since their rows are read."""
+    know_pictures([DocumentReader([part], part.name, ids_required=False) for part in corpus], cache)
 
 
 def corpus_parts(paths: Sequence[str]) -> list[SourcePart]:
@@ -198,10 +207,12 @@ def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, Document
         yield batch.num_rows, DocumentBatch(texts, ids, source)
 
 
-def _corpus_documents(part: SourcePart, source: int, progress: ProgressCallback) -> Iterator[DocumentBatch]:
+def _corpus_documents(
+    part: SourcePart, source: int, progress: ProgressCallback, image_dir: str | None = None
+) -> Iterator[DocumentBatch]:
     texts: list[str] = []
     ids: list[str] = []
-    reader = DocumentReader([part], part.name, ids_required=False)
+    reader = DocumentReader([part], part.name, ids_required=False, image_dir=image_dir)
     for line, document in reader.documents(PartPiece(part)):
         if isinstance(document, BadRow):
             raise DataError(f"{part.location(line)}: {document}")

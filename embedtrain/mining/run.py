@@ -26,7 +26,14 @@ from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.mining.folder import MiningFolder, mining_identity, require_same_files
 from embedtrain.mining.inputs import MiningInputs, prepare_inputs
 from embedtrain.mining.options import RowSearchOptions
-from embedtrain.mining.pool import DocumentFormat, IntArray, MiningSource, corpus_parts, read_mining_sources
+from embedtrain.mining.pool import (
+    DocumentFormat,
+    IntArray,
+    MiningSource,
+    corpus_parts,
+    know_corpus_pictures,
+    read_mining_sources,
+)
 from embedtrain.mining.teacher import Teacher, TeacherSpec, load_teacher, open_teacher
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.pages import Page
@@ -136,8 +143,10 @@ def _open(options: RowSearchOptions, world: World, console: Console) -> tuple[_O
         teacher = None if options.teacher is None else open_teacher(options)
     cache_dir = writable_cache_directory(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
     with world.fail_together("reading rows"), console.progress() as progress:
-        sources = read_mining_sources(options, model.prompts, Cache.of_world(cache_dir, world, progress=progress))
+        cache = Cache.of_world(cache_dir, world, progress=progress)
+        sources = read_mining_sources(options, model.prompts, cache)
         corpus = corpus_parts(options.corpus)
+        know_corpus_pictures(corpus, cache)
     for source in sources:
         console.note(str(source.store.report))
     identity_of_model = model_identity(model, precision, world)

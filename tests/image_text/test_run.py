@@ -15,8 +15,13 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 from embedtrain.config.kinds import kind_of_files
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.row_store import read_sources
+from embedtrain.data.images.item import has_pictures
 from tests.commands import call
 from tests.image_text.models import row_value, save_image_text, save_parts
+from tests.mine.runs import mine
 from tests.runs import evaluation_metrics, losses, rewind_run, run_without_base
 from tests.small import text
 
@@ -108,3 +113,19 @@ def test_adapters_of_one_tower_are_merged(ranks, inputs, tmp_path):
     stored, before = load_file(tmp_path / "run/model/model.safetensors"), load_file(inputs / "clip/model.safetensors")
     changed = {name for name in before if not torch.equal(stored[name], before[name])}
     assert changed == {*(f"text_model.encoder.layers.{n}.self_attn.q_proj.weight" for n in range(2)), "logit_scale"}
+
+
+def test_pictures_are_mined_from_a_corpus(ranks, inputs, tmp_path):
+    """On two ranks, of which one reads the corpus; what is written is read as rows, with copies of its pictures."""
+    encoded = [{"bytes": (inputs / f"picture_{i}.png").read_bytes(), "path": None} for i in range(20, 27)]
+    pq.write_table(pa.table({"id": [str(i) for i in range(7)], "image": encoded}), tmp_path / "corpus.parquet")
+    arguments = [
+        f"data=[{inputs / 'more.parquet'}]", f"corpus=[{tmp_path / 'corpus.parquet'}]",
+        f"output_dir={tmp_path / 'mined'}", f"model={inputs / 'clip'}", "negatives=2", "precision=fp32",
+        f"cache_dir={tmp_path / 'cache'}", "relative_margin=null",
+    ]  # fmt: skip
+    ranks(2, mine, arguments)
+    mined = tmp_path / "mined" / "more.jsonl"
+    (store,) = read_sources([TrainSource(path=str(mined))], OnError.stop, cache=Cache(directory=tmp_path / "cache"))
+    assert len(store) == 24 and store.report.num_pictures > 20
+    assert all(len(row.negatives) == 2 and all(map(has_pictures, row.texts[1:])) for row in store)

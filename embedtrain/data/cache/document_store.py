@@ -20,6 +20,7 @@ from embedtrain.data.cache.cache import (
     Cache,
     Task,
     allow_open_files,
+    build,
     json_digest,
     map_array,
     read_metadata,
@@ -86,6 +87,15 @@ def open_pictures(reader: SourceReader | DocumentReader, directory: Path) -> int
     if not table.is_dir():
         return 0
     return len(PICTURES.add_table(table, [str(directory), *map(reader.picture_folder, reader.parts)]))
+
+
+def know_pictures(readers: Sequence[DocumentReader], cache: Cache) -> None:
+    """Make the pictures of corpora known to this process, of which another one may read the documents."""
+    with_pictures = [reader for reader in readers if reader.pictures() is not None]
+    builds = [documents_build(reader, OnError.stop, cache) for reader in with_pictures]
+    build(builds)
+    for reader, built in zip(with_pictures, builds, strict=True):
+        open_pictures(reader, built.directory)
 
 
 def _write_documents(reader: DocumentReader, piece: PartPiece, on_error: OnError, path: Path) -> None:

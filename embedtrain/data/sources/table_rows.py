@@ -186,11 +186,17 @@ def _numbered_rows(name: str, batches: Iterator[pa.RecordBatch]) -> Iterator[Raw
 
 def _encoded_images(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch with each Image of `datasets` as struct<bytes, path>, which some files have as bytes or paths."""
-    features = json.loads((batch.schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = features.get("info", {}).get("features", {}) if isinstance(features, dict) else {}
+    metadata = batch.schema.metadata or {}
+    if b'"Image"' not in metadata.get(b"huggingface", b""):
+        return batch
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        images = {name for name, feature in features.items() if feature.get("_type") == "Image"}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # of another library
+        return batch
     for index, name in enumerate(batch.schema.names):
-        feature, column = features.get(name), batch.column(index)
-        if not isinstance(feature, dict) or feature.get("_type") != "Image" or pa.types.is_struct(column.type):
+        column = batch.column(index)
+        if name not in images or pa.types.is_struct(column.type):
             continue
         fields = {"bytes": pa.nulls(len(column), pa.binary()), "path": pa.nulls(len(column), pa.string())}
         fields["bytes" if _is_binary(column.type) else "path"] = column

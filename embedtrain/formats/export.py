@@ -306,14 +306,14 @@ def open_model(
 ) -> ModelSource:
     """A model directory or Hub id (ID@REVISION) of any kind, by default the kind of the directory.
 
-    Raises a ConfigError if it has several models, or its files lack a part.
+    Raises a ConfigError if it has several models, reads pictures, or its files lack a part.
     """
     name, own_revision = split_revision(path)
     revision = revision or own_revision
     model = CommandModel(path=name, revision=revision, pooling=pooling, trust_remote_code=trust_remote_code)
     options, what = with_kind_of_files(model, kind)
     source = require_trained(open_model_source(options), options, what)
-    source.require_one_tower(f"model={path}")
+    source.require_texts_alone(f"model={path}")
     return source
 
 

@@ -13,6 +13,7 @@ from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError
 from embedtrain.models.pooling import has_weights
+from embedtrain.models.vision_language import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,15 @@ class ModelSource:
             raise ConfigError(
                 f"{option}: is a model of kind={self.kind.name}, which has a tower of texts and one of pictures; this "
                 "command takes a model with one"
+            )
+
+    def require_texts_alone(self, option: str) -> None:
+        """Raise a ConfigError also for a vision-language model."""
+        self.require_one_tower(option)
+        if self.config.model_type in FAMILIES:
+            raise ConfigError(
+                f"{option}: is a vision-language model ({self.config.model_type}); this command takes a model that "
+                "reads texts alone"
             )
 
     def require_inner_products(self, option: str) -> None:

@@ -16,6 +16,7 @@ from embedtrain.data.rows import Documents, Example
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole
 from embedtrain.errors import ConfigError, DataError, ModelError
+from embedtrain.formats.export import open_model
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.transformers import load_tokenizer, resolve_max_length
 from embedtrain.formats.verify import PROBES
@@ -216,3 +217,8 @@ def test_other_models_with_a_vision_tower_are_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"vision-language model, which is no tower"):
         towers = {"query": TowerOptions(path=str(folder / "qwen2_vl"), pooling="last")}
         open_model_source(model_options("dual_encoder", **towers, document=towers["query"]))
+
+
+def test_commands_that_change_models_of_texts_refuse_it(folder):
+    with pytest.raises(ConfigError, match=r"vision-language model \(qwen2_vl\)"):
+        open_model(str(folder / "qwen2_vl"), None, None, "last", trust_remote_code=False)

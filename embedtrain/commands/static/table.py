@@ -71,7 +71,7 @@ def require_distillable(source: ModelSource, options: "StaticOptions") -> None:
     check_kind_of_vectors(source.kind, "model")
     if is_static(source.config):
         raise ConfigError(f"model={options.model}: is a static embedding model already; write a transformer")
-    source.require_one_tower(f"model={options.model}")
+    source.require_texts_alone(f"model={options.model}")
     source.require_dimensions([options.pca_dims], "pca_dims", truncated=True)
 
 

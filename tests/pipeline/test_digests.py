@@ -167,7 +167,7 @@ INPUT_OPTIONS = {
         "parallel.accelerate_config",
         "train.init_from",
     ),
-    *(f"{rows}{option}" for rows in ("data", "data.train") for option in ("", ".path", ".documents")),
+    *(f"{rows}{option}" for rows in ("data", "data.train") for option in ("", ".path", ".documents", ".image_dir")),
     *(f"{sets}{option}" for sets in SET_OPTIONS for option in ("", ".path", ".candidates", ".train")),
     *(f"{loss}.{option}" for loss in LOSS_OPTIONS for option in ("guide", "teacher", "teachers")),
 }

@@ -11,7 +11,7 @@ from sentence_transformers.base.modules import transformer
 
 from embedtrain.distributed.world import World
 from embedtrain.formats.verify import probe_outputs
-from embedtrain.kinds.dense import files, vision
+from embedtrain.kinds.dense import vision
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from tests.commands import call
 from tests.image_text.models import picture_item, row_value
@@ -100,13 +100,15 @@ def test_a_frozen_tower_and_the_libraries(ranks, inputs, tmp_path):
 
 @pytest.mark.slow
 def test_an_export_of_qwen_is_opened_by_sentence_transformers(ranks, inputs, tmp_path, monkeypatch):
-    """Adapters are those of the language model; without torchvision, the processor has none of videos."""
+    """Adapters are those of the language model, and PEFT adds them to it; there is no processor of videos."""
     more = [
         "model.lora={rank: 2, targets: all-linear}", "train.steps=2", "checkpoint.every=2", "model.max_length=120",
         'model.item_template="<|im_start|>{prompt}<|im_end|>\\n{item}<|endoftext|>"', "model.image.max_pixels=512",
+        "export.formats=[sentence_transformers,adapter]",
     ]  # fmt: skip
     ranks(2, run, inputs, *options(inputs, tmp_path / "run", "qwen2_vl", *more))
     directory = tmp_path / "run/model"
+    assert (directory / "adapter/adapter_model.safetensors").is_file()
     stored, before = load_file(directory / "model.safetensors"), load_file(inputs / "qwen2_vl/model.safetensors")
     changed = {name for name in stored if not torch.equal(stored[name], before[name])}
     assert changed
@@ -115,7 +117,6 @@ def test_an_export_of_qwen_is_opened_by_sentence_transformers(ranks, inputs, tmp
     monkeypatch.setattr(
         transformer.AutoProcessor, "from_pretrained", lambda path, **_: vision.open_processor(Path(path), source)
     )
-    monkeypatch.setattr(files, "missing_packages", lambda _: [])
     theirs = source.kind.files.of_sentence_transformers(directory, source, source.prompts, 120)
     encoder = assemble_encoder(source)
     encoder.load_state_dict(full_state_dict(source, 0))

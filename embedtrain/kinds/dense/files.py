@@ -157,8 +157,9 @@ class DenseFiles(ModelFiles):
         return lines
 
     def is_sentence_transformers(self, source: ModelSource) -> bool:
-        """It knows no pooling of the user."""
-        return isinstance(source.vectors.pooling, Pooling)
+        """It knows no pooling of the user, and opens no processor of which transformers needs missing packages."""
+        is_opened = not reads_pictures(source) or not missing_packages(source)
+        return is_opened and isinstance(source.vectors.pooling, Pooling)
 
     def stored_shapes(self, source: ModelSource) -> dict[Path, dict[str, list[int]]]:
         """Those of a pooling of the user as well."""
@@ -227,13 +228,8 @@ class DenseFiles(ModelFiles):
 
     def of_sentence_transformers(
         self, directory: Path, source: ModelSource, prompts: Mapping[str, str], max_length: int
-    ) -> Tensor | None:
-        """Vectors of SentenceTransformer; prompts and lengths are compared.
-
-        None if it cannot open the processor, of which transformers needs packages that are not installed.
-        """
-        if reads_pictures(source) and missing_packages(source):
-            return None
+    ) -> Tensor:
+        """Vectors of SentenceTransformer; prompts and lengths are compared."""
         with opening(directory):
             model = load_model("SentenceTransformer", directory, source)
             vectors = probes_of_sentence_transformer(model)

@@ -30,7 +30,7 @@ SUFFIXES = {
 }
 # Columns of pictures by their names: image, images, query_image, image_path, page-image, jpg, ...
 _NAME = re.compile(
-    r"(?:.*[_\-\s.])?(?:images?|imgs?|pictures?|photos?|screenshots?)(?:[_\-\s]?(?:path|file|url|uri)s?)?"
+    r"(?:.*[_\-\s.])?(?:images?|imgs?|pictures?|photos?|screenshots?)(?:[_\-\s]?(?:path|file|url|uri)s?)?[_\-\s]?\d*"
     r"|jpe?g|png|webp",
     re.IGNORECASE,
 )

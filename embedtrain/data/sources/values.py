@@ -255,6 +255,9 @@ def text_of(value: dict[str, object], name: str) -> str:
     """The title and the text of an object, joined as Tevatron and BEIR do, after its pictures."""
     key = None if "role" in value else _text_key(value)
     pictures = [] if "role" in value else list(_pictures_of_object(value))
+    for other in ("image", "images"):
+        if value.get(other) and not any(picture_values(value[other])):  # a text alone would be another item
+            raise BadRow(f'"{other}" of {name} must be the name of a picture, not {describe_value(value[other])}')
     if pictures:
         rest = {other: element for other, element in value.items() if not any(picture_values(element))}
         words = text_of(rest, name) if _text_key(rest) is not None else ""

@@ -287,3 +287,18 @@ def test_split_rows_and_beir_folders(folder, tmp_path):
         source = TrainSource(path=str(output / "dev"), split="test")
         (dev,) = read_sources([source], OnError.stop, cache=cache_of(folder))
         assert sorted([*train, *(row.texts for row in dev)]) == sorted(before)
+
+
+@pytest.mark.parametrize("value", [5, {"bytes": "AAAA", "path": None}])
+def test_values_that_are_no_pictures(folder, value):
+    """A text beside one is not trained on alone."""
+    path = write_rows(folder / "rows.jsonl", [{"query": "a", "pos": [{"text": "b", "image": value}]}])
+    with pytest.raises(DataError, match=r'rows\.jsonl:1: "image" of element 1 of "pos" must be the name of a picture'):
+        read(path)
+
+
+def test_two_columns_of_pictures_are_not_texts(folder):
+    path = write_rows(folder / "rows.jsonl", [{"image1": "photos/1.png", "image2": "photos/2.png"}])
+    with pytest.raises(DataError, match="the columns image1 and image2 may each be the positive"):
+        read(path)
+    assert items(read(path, columns=["image1", "image2"])) == [[[picture(1)], [picture(2)]]]

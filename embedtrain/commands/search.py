@@ -25,7 +25,7 @@ from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_vector_format
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.validation import OptionChecks, require_single_process
-from embedtrain.errors import DataError
+from embedtrain.errors import ConfigError, DataError
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import decode_argument
 
@@ -40,12 +40,13 @@ if TYPE_CHECKING:
     from embedtrain.models.types import ModelSource
     from embedtrain.tracking.console import Console
 
-HELP = """embedtrain search: find texts with a model
+HELP = """embedtrain search: find texts or pictures with a model
 
   embedtrain search model=DIR corpus=PATH query="what you look for"
+  embedtrain search model=DIR corpus=PATH image=FILE
   embedtrain search model=DIR reranker=DIR corpus=PATH query="..."
 
-{options: model! corpus! query top_k vectors reranker rerank_depth precision vectors_dir trust_remote_code}"""
+{options: model! corpus! query image top_k vectors reranker rerank_depth precision vectors_dir trust_remote_code}"""
 
 
 @dataclass(kw_only=True)
@@ -61,8 +62,11 @@ class SearchOptions(
 ):
     """Options of `python -m embedtrain search`."""
 
-    corpus: str = ""  # BEIR folder, file of documents, or training rows, whose documents are searched
+    # BEIR folder, file of documents, training rows, whose documents are searched, or folder of pictures
+    corpus: str = ""
     query: str | None = None  # default: queries are read from the keyboard, or line by line from a pipe
+    # a file with a picture to search with, for models that read pictures; before the query
+    image: str | None = option(None, is_input=True)
     top_k: int = option(5, at_least=1)  # results per query
     # Search compressed vectors: int8, uint8, binary, or options of VectorFormat as in evaluation.vectors, such as
     # {documents: binary, rescore: {times: 4}}. The printed scores are those of the float vectors.
@@ -73,12 +77,14 @@ def compose(arguments: list[str]) -> SearchOptions:
     """The options, checked."""
     require_single_process("search")
     # A question has commas and apostrophes.
-    quoted = [quote_value(argument, "query") for argument in arguments]
+    quoted = [quote_value(argument, "query", "image") for argument in arguments]
     options = compose_command("search", SearchOptions, quoted, HELP, _check_use)
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
     check.require(
-        bool(options.corpus), "corpus", "is missing; write a BEIR directory, or a file of documents or training rows"
+        bool(options.corpus),
+        "corpus",
+        "is missing; write a BEIR directory, a file of documents or training rows, or a folder of pictures",
     )
     check_index(options.index, "index.", stores_vectors=options.vectors_dir is not None)
     check_hybrid_weights(options.hybrid_weights, check)
@@ -102,6 +108,8 @@ def require_paths(options: SearchOptions) -> None:
     """Raise a ConfigError for a path that does not exist."""
     require_models(model=options.model, reranker=options.reranker and options.reranker.path)
     require_sources((), [str(expand_user(options.corpus).absolute())])  # it cannot be an id on the Hub
+    if options.image is not None and not expand_user(options.image).is_file():
+        raise ConfigError(f"image={options.image}: there is no such file")
 
 
 def run(options: SearchOptions) -> None:
@@ -115,6 +123,7 @@ def run(options: SearchOptions) -> None:
     from embedtrain.inference.pair_scorer import best_first
     from embedtrain.tracking.console import Console
 
+    image = _picture(options.image) if options.image is not None else ""
     corpus = read_any_corpus(expand_user(options.corpus))
     ids, texts = corpus.ids, corpus.texts
     console = Console()
@@ -132,14 +141,17 @@ def run(options: SearchOptions) -> None:
         with console.phase("loading the model"):
             model = load_encoder_model(config, options.precision, world)
         _check_vectors(options, model.source)
+        if image and not model.tokenizer.layout.reads_pictures:
+            raise ConfigError(f"image={options.image}: the model {options.model} reads texts alone; write query=TEXT")
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
         scorer = _load_scorer(options, reranker, world, console)
         index = ShardedIndex(trec_order(ids), world, options.index, encoder.score)
         vector_cache = _open_cache(options, model, world)
-        with console.phase(f"encoding {len(texts):,} texts"):
+        noun = "documents" if model.tokenizer.layout.reads_pictures else "texts"
+        with console.phase(f"encoding {len(texts):,} {noun}"):
             index.add_texts(encoder, texts, encoder.document_prompt, vector_cache=vector_cache)
         search = _searching(options, model, encoder, index, console)
-        for query in _queries(options.query):
+        for query in _queries(options.query, image):
             encoded = encoder.encode([query], encoder.query_prompt)
             ranking = search(encoded, options.top_k if scorer is None else options.rerank_depth)
             numbers, scores = ranking.documents[0].tolist(), ranking.scores[0].tolist()
@@ -153,6 +165,19 @@ def run(options: SearchOptions) -> None:
                 numbers, scores = [numbers[index] for index in order], [scores[index] for index in order]
             results = zip(numbers, scores, strict=True)
             print_results(query, [(score, ids[number], texts[number]) for number, score in results])
+
+
+def _picture(path: str) -> str:
+    """The item of a picture in a file of the user."""
+    from embedtrain.data.images.files import PICTURES, BadPicture, Place, read_picture
+
+    place = Place(str(expand_user(path).absolute()))
+    try:
+        picture = read_picture(place)
+    except BadPicture as bad:
+        raise DataError(f"image={path}: {bad}") from None
+    PICTURES.add(picture, place)
+    return str(picture)
 
 
 def _open_cache(options: SearchOptions, model: "LoadedModel", world: "World") -> "VectorCache | None":
@@ -230,9 +255,11 @@ def _rerank(encoder: "SentenceEncoder", query: str, ids: Sequence[str], texts: S
     return index.search(encoder.score.search_part(encoder.encode([query], encoder.query_prompt)), len(ids))
 
 
-def _queries(query: str | None) -> Iterator[str]:
-    if query is not None:
-        yield decode_argument(query)
+def _queries(query: str | None, image: str) -> Iterator[str]:
+    from embedtrain.data.images.item import plain
+
+    if query is not None or image:
+        yield image + plain(decode_argument(query or ""))
         return
     while True:
         if sys.stdin.isatty():
@@ -246,14 +273,15 @@ def _queries(query: str | None) -> Iterator[str]:
         line = line.strip()
         if not line:
             return
-        yield line
+        yield plain(line)
 
 
 def print_results(query: str, results: Sequence[tuple[float, str, str]]) -> None:
-    """Print one line per result (score, id, text)."""
+    """Print one line per result (score, id, text), with the names of the files of pictures."""
     from rich.table import Table
     from rich.text import Text
 
+    from embedtrain.data.sources.pictures import shown_item
     from embedtrain.tracking.pages import standard_output
     from embedtrain.utils.formatting import printable
 
@@ -263,7 +291,7 @@ def print_results(query: str, results: Sequence[tuple[float, str, str]]) -> None
     table.add_column(style="bold", no_wrap=True, max_width=32, overflow="ellipsis")
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for score, document_id, text in results:
-        table.add_row(f"{score:.3f}", Text(printable(document_id)), Text(printable(" ".join(text.split()))))
+        table.add_row(f"{score:.3f}", Text(printable(document_id)), Text(printable(" ".join(shown_item(text).split()))))
     console.print()
-    console.print(Text(printable(query), style="bold"))
+    console.print(Text(printable(shown_item(query)), style="bold"))
     console.print(table)

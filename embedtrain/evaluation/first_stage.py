@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from embedtrain.config.evaluation import BM25
 from embedtrain.data.cache.document_store import select_texts
+from embedtrain.data.images.item import has_pictures
 from embedtrain.data.sources.files import read_lines
 from embedtrain.data.sources.values import not_utf8, shorten
 from embedtrain.distributed.world import World
@@ -83,6 +84,11 @@ def with_bm25_candidates(loaded: LoadedSet, depth: int, world: World) -> LoadedS
         if world.is_main:
             # One more: the query itself may be among them.
             texts = [data.queries[query] for query in judged]
+            if any(map(has_pictures, itertools.chain(texts, data.documents.texts))):
+                raise DataError(
+                    f"{data.name} has pictures, and BM25 searches words: write first_stage=[model], or a run file as "
+                    "the candidates of the set"
+                )
             rankings = bm25_rankings(texts, data.documents, depth + data.ignore_identical_ids)
             if not any(rankings):
                 raise DataError(f"{data.name}: no document shares a word with a query, so BM25 finds none to rank")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedtrain.config.evaluation import Unshard
+from embedtrain.data.images.item import described
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, Pair, TextRole
@@ -333,7 +334,7 @@ class SentenceEncoder:
             sizes = block.vectors.sizes
             texts = block.distinct if sizes is None else np.repeat(block.distinct, sizes)
             text = work.texts.texts[int(work.plan.first[texts[bad_rows[0]]])]
-            report = len(bad_rows), (text.query if isinstance(text, Pair) else text)[:60]
+            report = len(bad_rows), described(text.query if isinstance(text, Pair) else text)[:60]
         failures = [(rank, *report) for rank, report in enumerate(self.world.gather(report)) if report is not None]
         if failures:
             rank, count, text = failures[0]

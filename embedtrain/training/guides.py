@@ -12,6 +12,7 @@ from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.losses import CombinedConfig, LossConfig, OnMissing, Similarity, TeacherConfig, TeacherMap
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
 from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.images.item import described
 from embedtrain.data.rows import Example, TextFormat
 from embedtrain.data.tokens import restore_order
 from embedtrain.data.types import Chunk, TextRole
@@ -125,8 +126,8 @@ class StoredTeacher:
         if self.stored.rows(other, [text])[0] >= 0:
             hint = f"it has one as a {other.value}, with the prompt {self.stored.prompt(other)!r}; {hint}"
         return (
-            f"the loss's guide or teacher {self.path} has no vector of the {role.value} {text[:60]!r} with the prompt "
-            f"{self.stored.prompt(role)!r}: {hint}"
+            f"the loss's guide or teacher {self.path} has no vector of the {role.value} {described(text)[:60]!r} with "
+            f"the prompt {self.stored.prompt(role)!r}: {hint}"
         )
 
 

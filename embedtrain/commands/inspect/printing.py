@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from embedtrain.commands.inspect.sources import Duplicates, ExtraColumns, InspectedData, InspectedSource
-from embedtrain.commands.inspect.texts import Cost, Lengths, ShownText, TextStatistics
+from embedtrain.commands.inspect.texts import Cost, Lengths, PictureSizes, ShownText, TextStatistics
 from embedtrain.config.recipe import TrainConfig
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.sampling.plan import BatchPlan
@@ -113,10 +113,25 @@ def print_lengths(page: Page, statistics: TextStatistics) -> None:
     )
     if not all(lengths.is_exact for lengths in shown.values()):
         page.note("~ estimated from a sample of texts", "dim")
+    if statistics.pictures is not None:
+        _print_pictures(page, statistics.pictures)
     if statistics.num_unknown:
         fraction = statistics.num_unknown / statistics.num_tokens
         note = f"{fraction:.1%} of all tokens are" if fraction >= 0.001 else f"{statistics.num_unknown:,} tokens are"
         page.note(f"{note} unknown to the vocabulary", "bold yellow" if fraction >= MANY_UNKNOWN else "dim")
+
+
+def _print_pictures(page: Page, pictures: PictureSizes) -> None:
+    """Sizes of the different pictures, and what the model computes of each."""
+    rows = {"width": pictures.sizes[:, 0], "height": pictures.sizes[:, 1]}
+    if pictures.num_tokens is not None:
+        rows["tokens, or patches"] = pictures.num_tokens
+    page.subheading(f"{format_count(len(pictures.keys), 'different picture')}, in pixels")
+    lengths = {name: Lengths(values.astype(np.int32), None, 0, len(values)) for name, values in rows.items()}
+    page.table(
+        ["", "pictures", "min", "median", "mean", "90 %", "99 %", "max"],
+        [[name, *_length_cells(of_name, with_limit=False)] for name, of_name in lengths.items()],
+    )
 
 
 def print_duplicates(page: Page, duplicates: Duplicates) -> None:
@@ -282,8 +297,8 @@ def _role(text: ShownText) -> str:
 
 
 def _size(text: ShownText) -> str:
-    if text.num_tokens is None or text.num_untruncated is None:
+    if text.num_tokens is None:
         return f"{len(text.text):,}"
-    is_cut = text.num_untruncated > text.num_tokens
-    size = f"{text.num_tokens:,}" + f" of {text.num_untruncated:,}" * is_cut
+    whole = text.num_tokens if text.num_untruncated is None else text.num_untruncated
+    size = f"{text.num_tokens:,}" + f" of {whole:,}" * (whole > text.num_tokens)
     return size if text.num_vectors in (None, text.num_tokens) else f"{size}, {text.num_vectors:,} vectors"

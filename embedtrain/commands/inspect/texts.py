@@ -15,10 +15,12 @@ from embedtrain.commands.inspect.sources import RowKeys, batches_of
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
 from embedtrain.data.chunks import plan_towers
-from embedtrain.data.rows import Example, Prompt, TextFormat, text_key
-from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.images.item import MARK, Picture, item_parts
+from embedtrain.data.rows import Example, TextFormat, text_key
+from embedtrain.data.sources.pictures import shown_item
+from embedtrain.data.tokens import Layout, TextTokenizer
 from embedtrain.data.train_data import TrainData
-from embedtrain.data.types import BatchTokens, EncoderInputs, TextRole
+from embedtrain.data.types import SLOT, BatchTokens, EncoderInputs, Slots, TextRole, Tokens
 
 
 class UntruncatedTokenizer:
@@ -43,6 +45,14 @@ class UntruncatedTokenizer:
         """The tokens of each text without truncation, including special tokens if texts of this role have them."""
         return self._untruncated.ids(texts, role=role)
 
+    def lengths(self, tokens: Tokens) -> NDArray[np.int64]:
+        """Tokens of each item: of texts without padding, and of items with pictures as the encoder computes them."""
+        lengths = tokens.lengths.copy()
+        owners = np.unique(tokens.slots().owners)
+        if len(owners):
+            lengths[owners] = self.bound.layout.num_tokens(tokens.take(owners))
+        return lengths
+
 
 @dataclass(frozen=True, slots=True)
 class ShownText:
@@ -52,7 +62,7 @@ class ShownText:
     number: int  # of the positive or negative in its row, from 1; 0 for a query
     text: str  # with its prompt; with a tokenizer the decoded tokens, including special tokens
     num_tokens: int | None = None  # after truncation; None without a tokenizer
-    num_untruncated: int | None = None
+    num_untruncated: int | None = None  # None without a tokenizer, and with pictures
     num_vectors: int | None = None  # of a late-interaction model, whose skip list leaves some tokens without one
     score: float | None = None
 
@@ -72,11 +82,11 @@ def shown_texts(
 
 def _prompts(
     example: Example, text_format: TextFormat, tokenizer: UntruncatedTokenizer | None
-) -> tuple[Prompt, Prompt]:
+) -> tuple[Callable[[str], str], Callable[[str], str]]:
     """What surrounds the query and the documents of a row, with what a pair template puts around them."""
     query, document = text_format.prompts(example)
     if tokenizer is None:
-        return query, document
+        return (lambda text: shown_item(query(text))), (lambda text: shown_item(document(text)))
     layout = tokenizer.bound.layout
     return layout.query_prompt(query), layout.document_prompt(document)
 
@@ -88,23 +98,43 @@ def _as_tokens(
     role = TextRole.query if text is query else TextRole.document
     bound, layout = tokenizer.bound, tokenizer.bound.layout
     tokens = bound.tokens([text.text], tokenizer.limit(text_format, of_queries=text is query), role=role)
+    if len(tokens.slots()):
+        return replace(text, text=_decoded(tokens, layout, role), num_tokens=int(tokenizer.lengths(tokens)[0]))
     num_untruncated = len(tokenizer.ids([text.text], role)[0])
     if layout.num_pair_tokens is not None and text is not query:
         of_query = bound.tokens([query.text], tokenizer.limit(text_format, of_queries=True))
         tokens = layout.join(of_query, tokens, bound.max_length)
         num_untruncated += len(tokenizer.ids([query.text])[0]) + layout.num_pair_tokens
     num_vectors = int(layout.num_vectors(tokens)[0]) if layout.has_skip_list else None
-    (ids,) = tokens.lists()
-    decoded = layout.tokenizer_of(role).decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return replace(
-        text, text=str(decoded), num_tokens=len(ids), num_untruncated=num_untruncated, num_vectors=num_vectors
+        text,
+        text=_decoded(tokens, layout, role),
+        num_tokens=len(tokens.ids),
+        num_untruncated=num_untruncated,
+        num_vectors=num_vectors,
     )
+
+
+def _decoded(tokens: Tokens, layout: Layout, role: TextRole) -> str:
+    """One text as its tokens say it, with the files of its pictures."""
+
+    def decoded(ids: NDArray[np.int32]) -> str:
+        tokenizer = layout.tokenizer_of(role)
+        return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    slots, begin = tokens.slots(), 0
+    parts: list[str] = []
+    for start, picture in zip(slots.starts.tolist(), slots.pictures(), strict=True):
+        parts += [decoded(tokens.ids[begin:start]), shown_item(str(picture))]
+        begin = start + SLOT
+    return "".join([*parts, decoded(tokens.ids[begin:])])
 
 
 ROLES = ("queries", "positives", "negatives")
 PAIRS = "pairs"  # of the query and each document of a row
 MAX_SAMPLED_TEXTS = 10_000  # texts that are tokenised again without truncation
 _BLOCK = 1 << 22
+_TEXTS_PER_BLOCK = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +149,28 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureSizes:
+    """The P different pictures of a source."""
+
+    keys: NDArray[np.int64]  # [P]
+    sizes: NDArray[np.int64]  # [P, 2], width and height in pixels
+    num_tokens: NDArray[np.int64] | None = None  # [P], that the encoder computes; None without a model
+
+    @classmethod
+    def of(
+        cls, keys: NDArray[np.int64], sizes: NDArray[np.int64], tokenizer: UntruncatedTokenizer | None
+    ) -> "PictureSizes":
+        """Those of pictures that occur several times."""
+        keys, first = np.unique(keys, return_index=True)
+        sizes = sizes[first]
+        if tokenizer is None:
+            return cls(keys, sizes)
+        distinct, index = np.unique(sizes, axis=0, return_inverse=True)
+        pictures = Tokens.of_parts([[Picture(0, *size)] for size in distinct.tolist()])
+        return cls(keys, sizes, tokenizer.lengths(pictures)[index.reshape(-1)])
+
+
+@dataclass(frozen=True, slots=True)
 class TextStatistics:
     """Statistics of the texts of a source."""
 
@@ -127,6 +179,7 @@ class TextStatistics:
     unit: str  # "tokens" or "characters"
     num_tokens: int = 0  # of all texts after truncation
     num_unknown: int = 0  # unknown tokens among them
+    pictures: PictureSizes | None = None  # None if there are none
 
 
 def measure(
@@ -139,15 +192,15 @@ def measure(
     """
     if tokens is None or tokenizer is None:
         return _by_characters(store)
-    lengths, keys = {}, {}
+    lengths, keys, slots = {}, {}, list[Slots]()
     queries, counts = tokens.row_starts[:-1], (store.num_positives, store.num_negatives)
     starts = (queries, queries + 1, queries + 1 + counts[0])
     for i, role in enumerate(ROLES):
         texts = _spans(starts[i], np.ones_like(queries) if not i else counts[i - 1])
         keys[role] = tokens.keys[texts]
-        values = tokens.lengths(texts).astype(np.int32)
+        values, has_pictures = _cached_lengths(tokens, texts, tokenizer, slots)
         limit = tokenizer.limit(text_format, of_queries=role == "queries")
-        reach = np.flatnonzero(values >= limit)
+        reach = np.flatnonzero((values >= limit) & ~has_pictures)
         sample = reach[_spread(len(reach), MAX_SAMPLED_TEXTS)]
         of_texts = TextRole.query if role == "queries" else TextRole.document
         full = _untruncated_lengths(store, tokens.row_starts, texts[sample], text_format, tokenizer, of_texts)
@@ -157,7 +210,25 @@ def measure(
     if (num_special := tokenizer.bound.layout.num_pair_tokens) is not None:
         lengths[PAIRS] = _pair_lengths(lengths, counts, num_special, tokenizer.bound.max_length)
     of_rows = RowKeys(**keys, num_positives=counts[0], num_negatives=counts[1])
-    return TextStatistics(lengths, of_rows, "tokens", len(tokens.values), _unknown(tokens, tokenizer))
+    pictures = None
+    if any(map(len, slots)):
+        sizes = np.concatenate([of_block.sizes for of_block in slots])
+        pictures = PictureSizes.of(np.concatenate([of_block.keys for of_block in slots]), sizes, tokenizer)
+    return TextStatistics(lengths, of_rows, "tokens", len(tokens.values), _unknown(tokens, tokenizer), pictures)
+
+
+def _cached_lengths(
+    tokens: TokenStore, texts: NDArray[np.int64], tokenizer: UntruncatedTokenizer, slots: list[Slots]
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Lengths of texts, and whether each has pictures, whose slots are added to `slots`."""
+    values, has_pictures = tokens.lengths(texts).astype(np.int32), np.zeros(len(texts), dtype=np.bool_)
+    if tokenizer.bound.layout.reads_pictures:
+        for start in range(0, len(texts), _TEXTS_PER_BLOCK):
+            block = tokens.tokens(texts[start : start + _TEXTS_PER_BLOCK])
+            values[start : start + len(block)] = tokenizer.lengths(block)
+            slots.append(block.slots())
+            has_pictures[start + slots[-1].owners] = True
+    return values, has_pictures
 
 
 def _pair_lengths(
@@ -189,13 +260,25 @@ def join_statistics(parts: Sequence[TextStatistics]) -> TextStatistics:
             is_exact=all(part.is_exact for part in of_role),
         )
     tokens, unknown = (sum(getattr(part, name) for part in parts) for name in ("num_tokens", "num_unknown"))
-    return TextStatistics(lengths, RowKeys.join([part.keys for part in parts]), parts[0].unit, tokens, unknown)
+    keys = RowKeys.join([part.keys for part in parts])
+    return TextStatistics(lengths, keys, parts[0].unit, tokens, unknown, _join_pictures(parts))
+
+
+def _join_pictures(parts: Sequence[TextStatistics]) -> PictureSizes | None:
+    """Those of several sources, each once."""
+    of_parts = [part.pictures for part in parts if part.pictures is not None]
+    if not of_parts:
+        return None
+    keys, first = np.unique(np.concatenate([part.keys for part in of_parts]), return_index=True)
+    counts = [part.num_tokens for part in of_parts if part.num_tokens is not None]
+    sizes = np.concatenate([part.sizes for part in of_parts])
+    return PictureSizes(keys, sizes[first], np.concatenate(counts)[first] if counts else None)
 
 
 def _unknown(tokens: TokenStore, tokenizer: UntruncatedTokenizer) -> int:
-    """Number of unknown tokens; 0 if towers have a vocabulary each, because the tokens do not say whose they are."""
+    """Number of unknown tokens; 0 if there are several towers or pictures, because other numbers are among the ids."""
     loaded = tokenizer.tokenizer
-    if tokenizer.bound.layout.num_towers > 1:
+    if tokenizer.bound.layout.num_towers > 1 or tokenizer.bound.layout.reads_pictures:
         return 0
     # Byte-level vocabularies have no unknown token; some declare another special token as such.
     if loaded.unk_token_id is None or loaded.unk_token_id in (loaded.eos_token_id, loaded.bos_token_id):
@@ -207,12 +290,22 @@ def _unknown(tokens: TokenStore, tokenizer: UntruncatedTokenizer) -> int:
 def _by_characters(store: RowStore) -> TextStatistics:
     lengths: dict[str, list[NDArray[np.int32]]] = {role: [] for role in ROLES}
     keys: dict[str, list[NDArray[np.int64]]] = {role: [] for role in ROLES}
+    pictures: set[Picture] = set()
     for batch in batches_of(store):
         queries, positives, negatives = batch.columns[:3]
         for role, texts in zip(ROLES, (queries, positives.flatten(), negatives.flatten()), strict=True):
-            lengths[role].append(pc.utf8_length(texts).to_numpy(zero_copy_only=False).astype(np.int32))
+            values = pc.utf8_length(texts).to_numpy(zero_copy_only=False).astype(np.int32)
+            for row in np.flatnonzero(pc.match_substring(texts, MARK).to_numpy(zero_copy_only=False)).tolist():
+                parts = item_parts(texts[row].as_py())
+                values[row] = sum(len(part) for part in parts if isinstance(part, str))
+                pictures.update(part for part in parts if isinstance(part, Picture))
+            lengths[role].append(values)
             keys[role].append(np.fromiter(map(text_key, texts.to_pylist()), dtype=np.int64, count=len(texts)))
     joined_lengths = {role: np.concatenate(parts) for role, parts in lengths.items()}
+    sizes = None
+    if pictures:
+        numbers = np.array([(picture.key, picture.width, picture.height) for picture in pictures], dtype=np.int64)
+        sizes = PictureSizes.of(numbers[:, 0], numbers[:, 1:], None)
     return TextStatistics(
         {role: Lengths(values, None, 0, len(values)) for role, values in joined_lengths.items()},
         RowKeys(
@@ -221,6 +314,7 @@ def _by_characters(store: RowStore) -> TextStatistics:
             num_negatives=store.num_negatives,
         ),
         "characters",
+        pictures=sizes,
     )
 
 

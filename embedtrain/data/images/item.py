@@ -59,6 +59,12 @@ def join_parts(parts: Iterable[str | Picture]) -> str:
     return "".join(plain(part) if isinstance(part, str) else str(part) for part in parts)
 
 
+def described(item: str) -> str:
+    """An item for messages, `[picture 640x480]` for a picture."""
+    parts = item_parts(item)
+    return "".join(f"[picture {part.width}x{part.height}]" if isinstance(part, Picture) else part for part in parts)
+
+
 def plain(text: str) -> str:
     """A text of a user without the character that marks references."""
     return text.replace(MARK, "\ufffd") if MARK in text else text

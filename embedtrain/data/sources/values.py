@@ -14,6 +14,7 @@ from typing import TypeGuard, TypeVar
 
 import numpy as np
 
+from embedtrain.data.images.item import described
 from embedtrain.utils.formatting import format_count
 
 T = TypeVar("T")
@@ -109,6 +110,7 @@ def list_names(names: Iterable[object]) -> str:
 
 def shorten(value: object, length: int = 60) -> str:
     """A value on one line, cut off after `length` characters."""
+    value = described(value) if isinstance(value, str) else value
     try:
         text = repr(value[: length + 1] if isinstance(value, str | bytes | list) else value)
     except (RecursionError, ValueError):  # nested a thousand times, or a number of thousands of digits

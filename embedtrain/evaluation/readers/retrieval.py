@@ -1,6 +1,7 @@
 """Retrieval sets from BEIR folders, the Hub and LlamaIndex's JSON files: documents, queries and judgements."""
 
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +16,8 @@ from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import QUERY_NAMES, find_column, normalized
 from embedtrain.data.sources.files import file_size, read_lines
 from embedtrain.data.sources.part_reader import PartPiece
-from embedtrain.data.sources.parts import PartKind, SourcePart, part_of_file
+from embedtrain.data.sources.parts import FOLDER_SUFFIXES, PartKind, SourcePart, files_in, part_of_file, suffix_of
+from embedtrain.data.sources.pictures import SUFFIXES
 from embedtrain.data.sources.reader import DocumentReader, SourceReader, parse_document
 from embedtrain.data.sources.retrieval import (
     QUERY_IDS,
@@ -34,6 +36,7 @@ from embedtrain.errors import DataError
 from embedtrain.evaluation.first_stage import with_candidates
 from embedtrain.evaluation.readers.rows import Row, first_row, read_raw_rows, read_rows, table_name
 from embedtrain.evaluation.types import Corpus, RetrievalSet
+from embedtrain.utils.formatting import format_count
 
 # Every process holds a smaller corpus in memory; a larger one is mapped from the cache.
 MAPPED_BYTES = 1 << 26
@@ -347,8 +350,9 @@ _TEXTS_ALONE = RowRequirements(documents=False)
 def read_any_corpus(path: Path, cache: Cache | None = None) -> Corpus:
     """The documents of a BEIR folder or of a file of documents; else the distinct documents of training rows.
 
-    A document without an id gets the number of its line, and `LINE-2`, `LINE-3`, ... for further ones of a row. Raises
-    DataError if the file or a row cannot be read, or it is not clear which column holds the documents.
+    A document without an id gets the number of its line, and `LINE-2`, `LINE-3`, ... for further ones of a row. The
+    documents of a folder of pictures, without rows, are these, with their names as ids. Raises DataError if the file, a
+    row or a picture cannot be read, or it is not clear which column holds the documents.
     """
     if path.is_dir() and find_retrieval_files([str(file) for file in path.glob("*") if file.is_file()], path).corpus:
         return read_corpus(path, cache)
@@ -359,6 +363,8 @@ def read_any_corpus(path: Path, cache: Cache | None = None) -> Corpus:
             return read_corpus(path, cache)
         if has_ids is not None:
             return Corpus.from_dict(dict(_numbered_documents(part)))
+    elif path.is_dir() and (pictures := _pictures_in(path)):
+        return _read_pictures(path, pictures)
     texts: dict[str, str] = {}
     known: set[str] = set()
     for name, text in _row_documents(path, cache):
@@ -367,6 +373,36 @@ def read_any_corpus(path: Path, cache: Cache | None = None) -> Corpus:
             # Rows may give one id to several texts.
             texts[name if name not in texts else f"{name} ({len(texts) + 1})"] = text
     return Corpus.from_dict(texts)
+
+
+def _pictures_in(folder: Path) -> list[str]:
+    """The files of pictures below a folder; none where it has files with rows."""
+    names = files_in(str(folder))
+    if any(suffix_of(Path(name)) in FOLDER_SUFFIXES for name in names):
+        return []
+    return [name for name in names if Path(name).suffix.lower() in SUFFIXES]
+
+
+def _read_pictures(folder: Path, names: Sequence[str]) -> Corpus:
+    from embedtrain.data.images.files import PICTURES, BadPicture, Place, read_picture
+
+    pictures: dict[str, str] = {}
+    refused: list[str] = []
+    for name in names:
+        place = Place(os.path.abspath(name))
+        try:
+            picture = read_picture(place)
+        except BadPicture as bad:
+            refused.append(f"{place}: {bad}")
+            continue
+        PICTURES.add(picture, place)
+        pictures[os.path.relpath(name, folder)] = str(picture)
+    if refused:
+        raise DataError(
+            f"{folder}: {len(refused):,} of its {format_count(len(names), 'picture')} cannot be used; move them out of "
+            f"the folder, the first is {refused[0]}"
+        )
+    return Corpus.from_dict(pictures)
 
 
 def _document_ids(part: SourcePart) -> bool | None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from embedtrain.data.sources import values
-from embedtrain.data.sources.part_reader import raw_rows
+from embedtrain.data.sources.part_reader import PartPiece, PartReader
 from embedtrain.data.sources.parts import PartKind, SourcePart
-from embedtrain.data.sources.pictures import RowPictures
 from embedtrain.data.sources.table_rows import no_progress_bars
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
@@ -74,32 +73,33 @@ def table_name(part: SourcePart) -> str:
 
 
 def read_raw_rows(part: SourcePart) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """The unchecked rows of a table."""
+    """The unchecked rows of a table, with their pictures as PictureValue."""
     with no_progress_bars() if part.kind is PartKind.hub else contextlib.nullcontext():
-        return raw_rows(part)
+        for line in PartReader().lines(PartPiece(part)):
+            if line.row is not None:
+                yield line.number, line.row
 
 
 def read_rows(part: SourcePart) -> Iterator[Row]:
     """The rows of a table. Raises DataError if the table or a row cannot be read."""
     name = table_name(part)
     has_cells = part.kind in (PartKind.csv, PartKind.tsv)
-    pictures = RowPictures(part)
     for number, fields in read_raw_rows(part):
         location = f"{name}:{number}"
         if isinstance(fields, BadRow):
             raise DataError(f"{location}: {fields}")
         if not has_cells:
-            yield Row(location, pictures.row(fields))
+            yield Row(location, fields)
             continue
         row = Row(location, {key: cell or "" for key, cell in fields.items()})  # an empty cell is an empty text
-        if any(cell.lstrip().startswith("[") for cell in row.fields.values()):
+        if any(isinstance(cell, str) and cell.lstrip().startswith("[") for cell in row.fields.values()):
             row = Row(location, row.check(lambda cells, _: _with_lists(cells), row.fields, ""))
-        yield Row(location, pictures.row(dict(row.fields)))
+        yield row
 
 
 def _with_lists(cells: Mapping[str, Any]) -> dict[str, Any]:
     """The cells of a row, those that hold a list of texts as lists."""
-    return {key: values.list_in_cell(cell) for key, cell in cells.items()}
+    return {key: values.list_in_cell(cell) if isinstance(cell, str) else cell for key, cell in cells.items()}
 
 
 def first_rows(part: SourcePart, count: int) -> list[Row]:
@@ -190,7 +190,8 @@ def read_questions(
     locations: dict[str, str] = {}  # of the first row of a query
     left_out: list[str] = []
     for row in rows:
-        text = row.text(columns[0])
+        # Documents of rows without a query, as in ViDoRe, are searched as others.
+        text = row.check(values.optional_string, row.fields[row.key(columns[0])], columns[0])
         graded = [(document, gain) for document, gain in graded_documents(row, columns, score) if document.strip()]
         for document, _ in graded:
             documents.setdefault(document, f"d{len(documents)}")
@@ -240,7 +241,7 @@ def graded_documents(row: Row, columns: Sequence[str], score: str | None) -> lis
 
 
 def texts_of(row: Row, key: str) -> list[str]:
-    """The texts of a column that holds a text, a list of texts, or nothing; each may be an object with a text."""
+    """The items of a column that holds one, a list of them, or nothing: texts, pictures, or objects with these."""
     value = row.fields[row.key(key)]
     if value is None or value == "":  # an empty cell of a CSV file
         return []

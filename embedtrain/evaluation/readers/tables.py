@@ -309,7 +309,8 @@ def _text_with_label(row: Row, kind: SetKind) -> TableColumns | None:
     """The text and the label of rows of one text, by MTEB's names; None for other rows."""
     if kind not in (SetKind.auto, SetKind.classification, SetKind.clustering):
         return None
-    text = next((name for name in CLUSTER_TEXTS if row.has(name)), None)
+    pictures = [name for name, value in row.fields.items() if any(values.picture_values(value))]
+    text = next((name for name in (*CLUSTER_TEXTS, *pictures) if row.has(name)), None)
     label = next((name for name in CLUSTER_LABELS if row.has(name)), None)
     if kind is not SetKind.auto:  # the error about a missing one names it
         return TableColumns([text or row.key(*CLUSTER_TEXTS)], label or row.key(*CLUSTER_LABELS))
@@ -433,8 +434,9 @@ def read_classification(
     name: str, config: EvaluationSet, train: SourcePart, test: SourcePart, keys: tuple[str, str]
 ) -> tuple[ClassificationSet, list[str]]:
     """A set of two tables, and notes on its irregularities. `keys` are the columns of the text and the label."""
-    train_texts, train_labels = _read_labelled_texts(train, *keys)
-    texts, labels = _read_labelled_texts(test, *keys)
+    # Pictures may be classified by texts.
+    train_texts, train_labels = _read_labelled_texts(train, (keys[0], *CLUSTER_TEXTS), keys[1])
+    texts, labels = _read_labelled_texts(test, keys[:1], keys[1])
     unified = _unify_types([*train_labels, *labels])
     data = ClassificationSet(
         name,
@@ -486,11 +488,11 @@ def read_clustering(name: str, rows: Iterable[Row], text_key: str, label_key: st
     return ClusteringSet(name, texts, _unify_nested_types(labels), groups or None, experiments)
 
 
-def _read_labelled_texts(table: SourcePart, text_key: str, label_key: str) -> tuple[list[str], list[Label]]:
+def _read_labelled_texts(table: SourcePart, text_keys: Sequence[str], label_key: str) -> tuple[list[str], list[Label]]:
     texts: list[str] = []
     labels: list[Label] = []
     for row in read_rows(table):
-        texts.append(row.text(text_key))
+        texts.append(row.text(*text_keys))
         labels.append(row.check(_check_label, row.fields[row.key(label_key)], label_key))
     if not texts:
         raise DataError(f"{table_name(table)} is empty")

@@ -5,7 +5,7 @@ import fcntl
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from embedtrain.config.compose import YAML_ERRORS
 from embedtrain.config.hydra_files import load_yaml
 from embedtrain.config.saved_recipe import current_recipe
 from embedtrain.errors import DataError
-from embedtrain.report.sample import AFTER, BEFORE, EncodedSample, read_texts, read_vectors
+from embedtrain.report.sample import AFTER, BEFORE, EncodedSample, read_texts, read_thumbnails, read_vectors
 from embedtrain.tracking.metrics import METRICS_FILE, DatasetInfo, parse_row, split_lines
 from embedtrain.tracking.sessions import SESSIONS_FILE, Session, read_sessions, total_seconds
 from embedtrain.utils.records import is_number
@@ -179,7 +179,7 @@ def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str])
     versions = recipe.pop("versions", {})
     rows, last_written, row_notes = _read_rows(directory / METRICS_FILE)
     sessions = read_sessions(directory / SESSIONS_FILE)
-    sample, sample_notes = _read_sample(directory / "sample")
+    sample, sample_notes = read_sample(directory / "sample")
     return RunRecords(
         directory,
         label,
@@ -211,7 +211,7 @@ def _read_recipe(directory: Path) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"{path} cannot be read: {' '.join(str(error).split())}"]
 
 
-def _read_sample(directory: Path) -> tuple[EncodedSample | None, list[str]]:
+def read_sample(directory: Path) -> tuple[EncodedSample | None, list[str]]:
     """The sample, and what could not be read; vectors before a file that cannot be read are kept."""
     encoded: EncodedSample | None = None
     try:
@@ -220,6 +220,7 @@ def _read_sample(directory: Path) -> tuple[EncodedSample | None, list[str]]:
             encoded = EncodedSample(sample)
             encoded = EncodedSample(sample, read_vectors(directory, BEFORE, sample))
             encoded = EncodedSample(sample, encoded.before, read_vectors(directory, AFTER, sample))
+            encoded = replace(encoded, thumbnails=read_thumbnails(directory))
     except DataError as error:
         return encoded, [str(error)]
     return encoded, []

@@ -1,11 +1,14 @@
 """The texts that a report compares before and after training, and their vectors: `sample/` in a run directory.
 
-n texts, D dimensions.
+n texts, D dimensions. A text may have pictures, of which the folder has small copies, so that a page can show them
+wherever it is written.
 """
 
+import base64
+import io
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -14,13 +17,18 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from embedtrain.data.images.item import Picture
 from embedtrain.errors import DataError
 from embedtrain.utils.files import atomic_write, checksum, checksum_of, make_folder
 from embedtrain.utils.records import is_count, read_record
 
 TEXTS_FILE = "sample.json"
 BEFORE, AFTER = "before", "after"
+THUMBNAILS_FILE = "thumbnails.json"
 _FORMAT = 1
+# A page has at most 128 copies of 8 KiB as text.
+MAX_THUMBNAILS, _THUMBNAIL_SIDE, _THUMBNAIL_BYTES = 128, 96, 6144
+_DATA_URI = "data:image/jpeg;base64,"
 
 
 class Role(str, Enum):
@@ -92,13 +100,14 @@ class EncodedSample:
     sample: Sample
     before: Vectors | None = None
     after: Vectors | None = None
+    thumbnails: Mapping[str, str] = field(default_factory=dict)  # data URIs of pictures, by their references
 
 
 def write_texts(directory: Path, sample: Sample) -> None:
     """Write a sample without vectors, and delete the vectors of an earlier one."""
     make_folder(directory)
-    for which in (BEFORE, AFTER):
-        _vectors_file(directory, which).unlink(missing_ok=True)
+    for path in (_vectors_file(directory, BEFORE), _vectors_file(directory, AFTER), directory / THUMBNAILS_FILE):
+        path.unlink(missing_ok=True)
     content = {
         "format": _FORMAT,
         "texts": [asdict(text) for text in sample.texts],
@@ -155,6 +164,53 @@ def read_vectors(directory: Path, which: str, sample: Sample) -> Vectors | None:
     if values.ndim != 2 or len(values) != len(sample.texts) or not np.isfinite(values).all():
         raise DataError(f"{path} does not hold one finite vector for each of the {len(sample.texts)} texts")
     return Vectors(values, step)
+
+
+def write_thumbnails(directory: Path, pictures: Iterable[Picture]) -> None:
+    """Write small copies of the first MAX_THUMBNAILS pictures; without pictures no file is written.
+
+    A picture that can no longer be read, or whose copy would be large, has none.
+    """
+    thumbnails: dict[str, str] = {}
+    for picture in list(dict.fromkeys(pictures))[:MAX_THUMBNAILS]:
+        data = _thumbnail(picture)
+        if data is not None:
+            thumbnails[str(picture)] = _DATA_URI + base64.b64encode(data).decode()
+    if thumbnails:
+        with atomic_write(directory / THUMBNAILS_FILE) as temporary:
+            temporary.write_text(json.dumps(thumbnails), encoding="ascii")
+
+
+def _thumbnail(picture: Picture) -> bytes | None:
+    from embedtrain.data.images.files import PICTURES, decode_picture  # torch is imported with it
+
+    try:
+        image = decode_picture(PICTURES.place(picture), picture)
+    except DataError:
+        return None
+    image.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+    for quality in (75, 40):
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=quality)
+        if buffer.tell() <= _THUMBNAIL_BYTES:
+            return buffer.getvalue()
+    return None
+
+
+def read_thumbnails(directory: Path) -> dict[str, str]:
+    """Data URIs by the references of pictures. DataError if the file is invalid."""
+    path = directory / THUMBNAILS_FILE
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+        items = list(content.items())
+    except (ValueError, AttributeError, OSError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read as small copies of pictures: {error}") from error
+    is_valid = all(isinstance(uri, str) and uri.startswith(_DATA_URI) for _, uri in items)
+    if not is_valid or sum(len(uri) for _, uri in items) > MAX_THUMBNAILS * (4 * _THUMBNAIL_BYTES // 3 + 100):
+        raise DataError(f"{path} does not hold small copies of pictures alone")
+    return dict(items)
 
 
 def _vectors_checksum(vectors: NDArray[np.float32], step: int) -> str:

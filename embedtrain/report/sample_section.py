@@ -12,9 +12,10 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from embedtrain.data.images.item import Picture, described, pictures_of
 from embedtrain.report.chart import Axis, NumberFormat, element, evenly_spaced, round_numbers, tick_labels
 from embedtrain.report.runs import RunRecords
-from embedtrain.report.sample import PairRelation, Role, Sample, Vectors
+from embedtrain.report.sample import EncodedSample, PairRelation, Role, Sample, Vectors
 
 PairIndices = NDArray[np.int64]  # [P, 2], indices of two texts
 
@@ -386,6 +387,7 @@ class Neighbour:
     cosine: str
     mark: str  # `yes`, `no` or empty
     text: str
+    images: tuple[str, ...]  # data URIs
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +395,7 @@ class QueryExample:
     """A query, and for each snapshot the rank of its best document in words, and its neighbours."""
 
     text: str
+    images: tuple[str, ...]  # data URIs
     origin: str
     results: tuple[tuple[str, str, tuple[Neighbour, ...]], ...]
 
@@ -416,7 +419,7 @@ def sample_section(run: RunRecords) -> SampleSection | None:
     """The section of a run; None if it has no sample with vectors."""
     if run.sample is None or not run.sample.sample.texts:
         return None
-    sample, snapshots = run.sample.sample, _snapshots(run)
+    sample, snapshots, thumbnails = run.sample.sample, _snapshots(run.sample), run.sample.thumbnails
     if not snapshots:
         return None
     groups = group_pairs(sample)
@@ -434,13 +437,24 @@ def sample_section(run: RunRecords) -> SampleSection | None:
         tuple(_separation(group, snapshots) for group in groups if len(group.kinds) > 1),
         tuple(origins.items()),
         tuple(_maps(sample, snapshots, colours)),
-        tuple(_query_example(sample, snapshots, query) for query in queries),
+        tuple(_query_example(sample, snapshots, query, thumbnails) for query in queries),
         any(sample.texts[query].held_out for query in queries),
     )
 
 
+def shown_pictures(encoded: EncodedSample) -> list[Picture]:
+    """The pictures among the queries and neighbours that the page shows."""
+    sample = encoded.sample
+    texts = queries = select_queries(sample)
+    for snapshot in _snapshots(encoded):
+        results = [nearest_documents(sample, snapshot.vectors, query) for query in queries]
+        texts = texts + [document.text for result in results for document in result.nearest]
+    return [picture for number in texts for picture in pictures_of(sample.texts[number].text)]
+
+
 def shorten(text: str, length: int = TEXT_LENGTH) -> str:
     """At most `length` characters of a text on one line, without invisible characters and direction marks."""
+    text = described(text)
     # The beginning, with some reserve for removed characters, is enough.
     beginning = (" " if letter.isspace() else letter for letter in text[: 2 * length + 100])
     visible = "".join(
@@ -454,12 +468,12 @@ def shorten(text: str, length: int = TEXT_LENGTH) -> str:
     return line or "(nothing)"
 
 
-def _snapshots(run: RunRecords) -> list[Snapshot]:
+def _snapshots(encoded: EncodedSample) -> list[Snapshot]:
     snapshots = []
-    if run.sample is not None and run.sample.before is not None:
-        snapshots.append(Snapshot("before training", run.sample.before))
-    if run.sample is not None and run.sample.after is not None:
-        snapshots.append(Snapshot(f"after step {run.sample.after.step:,}", run.sample.after))
+    if encoded.before is not None:
+        snapshots.append(Snapshot("before training", encoded.before))
+    if encoded.after is not None:
+        snapshots.append(Snapshot(f"after step {encoded.after.step:,}", encoded.after))
     if len({snapshot.vectors.values.shape[1] for snapshot in snapshots}) > 1:
         return snapshots[-1:]  # of different models
     return snapshots
@@ -530,14 +544,22 @@ def _maps(
     return maps
 
 
-def _query_example(sample: Sample, snapshots: Sequence[Snapshot], query: int) -> QueryExample:
+def _query_example(
+    sample: Sample, snapshots: Sequence[Snapshot], query: int, thumbnails: Mapping[str, str]
+) -> QueryExample:
     text = sample.texts[query]
     results = [(snapshot.name, nearest_documents(sample, snapshot.vectors, query)) for snapshot in snapshots]
     return QueryExample(
         shorten(text.text),
+        _images(text.text, thumbnails),
         text.origin if text.held_out else f"{text.origin} (training)",
-        tuple((name, _rank(result), _neighbours(sample, result)) for name, result in results),
+        tuple((name, _rank(result), _neighbours(sample, result, thumbnails)) for name, result in results),
     )
+
+
+def _images(text: str, thumbnails: Mapping[str, str]) -> tuple[str, ...]:
+    found = (thumbnails.get(str(picture)) for picture in pictures_of(text))
+    return tuple(uri for uri in found if uri is not None)
 
 
 def _rank(result: QueryResult) -> str:
@@ -546,13 +568,14 @@ def _rank(result: QueryResult) -> str:
     return f"first relevant document at rank {result.rank} of {result.num_documents}"
 
 
-def _neighbours(sample: Sample, result: QueryResult) -> tuple[Neighbour, ...]:
+def _neighbours(sample: Sample, result: QueryResult, thumbnails: Mapping[str, str]) -> tuple[Neighbour, ...]:
     marks = {PairRelation.positive: "yes", PairRelation.negative: "no"}
     return tuple(
         Neighbour(
             f"{document.cosine:.3f}",
             marks.get(document.relation, "") if document.relation else "",
             shorten(sample.texts[document.text].text),
+            _images(sample.texts[document.text].text, thumbnails),
         )
         for document in result.nearest
     )

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.row_requirements import ScoreRequirement
+from embedtrain.data.images.item import Picture, item_parts, join_parts
 from embedtrain.data.rows import NO_PROMPT, Example, Prompt
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.types import TextRole
@@ -32,10 +34,12 @@ from embedtrain.evaluation.types import (
 )
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.report.page import REPORT_FILE, write_report
+from embedtrain.report.runs import read_sample
 from embedtrain.report.sample import (
     AFTER,
     BEFORE,
     SAMPLE_TYPES,
+    THUMBNAILS_FILE,
     Pair,
     PairRelation,
     Role,
@@ -43,8 +47,10 @@ from embedtrain.report.sample import (
     SampleText,
     read_texts,
     write_texts,
+    write_thumbnails,
     write_vectors,
 )
+from embedtrain.report.sample_section import shown_pictures
 from embedtrain.tracking.sessions import SessionClock, record_end, record_start
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.inputs import Run, RunLength
@@ -175,6 +181,8 @@ class RunReporter:
         if not self._run.recipe.tracking.report:
             return
         path = self._run.run_dir.path / REPORT_FILE
+        directory = self._run.run_dir.sample
+        self._on_main_rank(str(directory / THUMBNAILS_FILE), lambda: _write_thumbnails(directory))
 
         def write() -> None:
             write_report([self._run.run_dir.path], path)
@@ -197,6 +205,13 @@ class RunReporter:
         if not self._has_warned:
             self._tracker.warn(f"{what} could not be written, training continues: {type(error).__name__}: {error}")
         self._has_warned = True
+
+
+def _write_thumbnails(directory: Path) -> None:
+    """Small copies of the pictures that the page shows."""
+    encoded, _ = read_sample(directory)
+    if encoded is not None:
+        write_thumbnails(directory, shown_pictures(encoded))
 
 
 # At most about 450 texts in total, each of limited length whatever the model's maximal length.
@@ -249,7 +264,7 @@ class _Origin:
 
     def _sample_text(self, text: str, role: Role, prompt: Prompt, length: int | None, label: object) -> SampleText:
         label = None if label is None else str(label)[:80]
-        cut = text[:TEXT_LENGTH]
+        cut = join_parts(part if isinstance(part, Picture) else part[:TEXT_LENGTH] for part in item_parts(text))
         return SampleText(cut, role, self.name, self.held_out, prompt.prefix, prompt.suffix, length, label)
 
 

@@ -1,6 +1,9 @@
 """Whole runs of texts and pictures: trained, evaluated, resumed, exported, and opened by the libraries and again."""
 
+import base64
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from embedtrain.config.kinds import kind_of_files
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.row_store import read_sources
-from embedtrain.data.images.item import has_pictures
+from embedtrain.data.images.item import MARK, has_pictures
 from tests.commands import call
 from tests.image_text.models import row_value, save_image_text, save_parts
 from tests.mine.runs import mine
@@ -68,6 +71,11 @@ def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
         ranks(size, run_without_base, *options(inputs, output_dir, *more), timeout=280)
         assert losses(output_dir) == pytest.approx(losses(runs[1]), rel=1e-4)
         assert evaluation_metrics(output_dir) == evaluation_metrics(runs[1])
+    page = (runs[3] / "report.html").read_text(encoding="utf-8")
+    assert MARK not in page and "[picture " in page
+    images = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)"', page)
+    assert len(set(images)) > 5
+    assert max(Image.open(io.BytesIO(base64.b64decode(images[0]))).size) <= 96
     resumed = rewind_run(runs[3], tmp_path / "resumed", 2)
     ranks(2, run_without_base, *options(inputs, resumed, *more))
     assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)

@@ -547,7 +547,7 @@ OPEN_CLIP = (
         "train-num-samples", "not needed: rows are counted; `max_rows` of a source reads fewer", also="val_num_samples"
     ),
     Row("csv-img-key csv-caption-key", "`columns` of a source in `data.train`, the caption first: `[title, filepath]`"),
-    Row("csv-separator dataset-type", "not needed: the name and the first line of a file say it"),
+    Row("csv-separator dataset-type", "not needed: the file says it"),
     Row("train-data-upsampling-factors", "`weight` of a source in `data.train`"),
     Row("dataset-resampled", "not available: an epoch has every row as often as the `weight` of its source says"),
     Row("val-data", "`evaluation.sets`", in_list),

@@ -10,7 +10,9 @@ import torch
 from embedtrain.config.evaluation import Classifier
 from embedtrain.config.recipe import Precision
 from embedtrain.distributed.world import World
+from embedtrain.errors import DataError
 from embedtrain.evaluation.evaluator import Evaluator
+from embedtrain.evaluation.first_stage import with_bm25_candidates
 from embedtrain.evaluation.sets import exchanged
 from embedtrain.evaluation.types import ClassificationSet, Corpus, LoadedSet, RetrievalSet
 from embedtrain.inference.encode import SentenceEncoder
@@ -113,3 +115,13 @@ def test_both_directions_and_classes_of_prompts(ranks, folder):
     best = np.argsort(-scores, axis=1)[:, :5] == (np.arange(12) % 8)[:, None]
     assert metrics["zero-shot"]["accuracy"] == pytest.approx(best[:, 0].mean())
     assert metrics["zero-shot"]["accuracy@5"] == pytest.approx(best.any(axis=1).mean())
+
+
+def bm25(world: World, folder: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        with_bm25_candidates(LoadedSet(captions_and_pictures(folder)), 5, world)
+    return str(caught.value)
+
+
+def test_bm25_searches_no_pictures(ranks, folder):
+    assert ranks(1, bm25, folder)[0].startswith("captions has pictures, and BM25 searches words: write first_stage=")

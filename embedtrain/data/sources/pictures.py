@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -98,6 +98,8 @@ class RowPictures:
 
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row with its pictures as PictureValue; texts lose the character that marks references of pictures."""
+        if _are_texts(tuple(row)) and all(map(_is_plain, row.values())):  # most rows
+            return row
         found = {key: self._value(value, self._is_picture(key, row)) for key, value in row.items()}
         for key in row:
             if (role := _role_of(key)) and self._is_used(key):
@@ -215,6 +217,21 @@ class RowPictures:
             ]
         elif isinstance(text, str | None):
             row[partner] = _joined(text, list(picture_values(pictures)))
+
+
+@lru_cache(1000)
+def _are_texts(names: tuple[str, ...]) -> bool:
+    """Whether no column of these names has pictures."""
+    return not any(is_picture_name(name) or _is_file_name(name) or _role_of(name) for name in names)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value has neither pictures nor the mark; False where only a closer look tells."""
+    if isinstance(value, str):
+        return MARK not in value
+    if isinstance(value, list):
+        return not value or isinstance(value[0], int | float) or _are_plain(value)
+    return value is None or isinstance(value, int | float)
 
 
 @cache

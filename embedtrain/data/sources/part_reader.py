@@ -119,7 +119,8 @@ class PartReader:
             yield from (RawLine(number, row) for number, row in judged_rows(piece.part, read))
             return
         for line in self._lines(piece):
-            yield RawLine(line.number, pictures.row(line.row)) if isinstance(line.row, dict) else line
+            row = pictures.row(line.row) if isinstance(line.row, dict) else line.row
+            yield line if row is line.row else RawLine(line.number, row)
 
     def _table_rows(self, table: SourcePart, sink: PictureSink | None) -> Iterator[RawRow]:
         """The rows of a table of a BEIR folder with their pictures."""

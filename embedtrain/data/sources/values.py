@@ -152,13 +152,15 @@ def describe_error(error: BaseException, length: int = 300) -> str:
 
 def string(value: object, name: str) -> str:
     """A text, which may be empty, or a picture; of an object with texts and pictures, the item of these."""
-    if isinstance(value, dict):
+    if isinstance(value, str):  # most values
+        pass
+    elif isinstance(value, dict):
         value = text_of(value, name)
-    if isinstance(value, list) and value and isinstance(value[0], dict) and "type" in value[0]:
+    elif isinstance(value, list) and value and isinstance(value[0], dict) and "type" in value[0]:
         return content_item(value, name)
-    if isinstance(value, PictureValue):
+    elif isinstance(value, PictureValue):
         return value.read(name)
-    if not isinstance(value, str):
+    else:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         hint = ": write it as a text, in quotation marks" if is_number else ""
         if isinstance(value, float) and math.isnan(value):

@@ -131,13 +131,9 @@ class Dense(BackboneKind):
 
     def new(self, source: "ModelSource", model: DenseOptions) -> "ModelSource":
         """A model of random weights."""
-        from embedtrain.kinds.dense.source import require_pooling_option, with_options
+        from embedtrain.kinds.dense.source import require_no_pictures, require_pooling_option, with_options
 
-        if getattr(source.config, "vision_config", None) is not None:
-            raise ConfigError(
-                f"model.config.model_type={source.config.model_type}: how pictures are read, and the chat template, "
-                "are in the files of a model; write model.path"
-            )
+        require_no_pictures(source)
         require_pooling_option(model, "a model made from model.config")
         return with_options(source, model)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from embedtrain.config.recipe import ADAPTER, Pooling
 from embedtrain.config.validation import OptionChecks, written
-from embedtrain.errors import ConfigError
 from embedtrain.kinds import BackboneKind
 from embedtrain.kinds.dense.options import DenseOptions, check_dense
 

@@ -198,8 +198,8 @@ def render_help(help_text: str, kind: type, values: Mapping[str, Any], topic: st
         return _topic(topic, entries, kind)
     page = _LISTED.sub(lambda match: _listed(match[1].split(), entries), help_text)
     groups = dict.fromkeys(entry.name.partition(".")[0] for entry in entries if "." in entry.name)
-    of_group = f"one of the groups {', '.join(groups)}, or " if groups else ""
-    footer = f"--help TOPIC explains {of_group}one option, such as {entries[-1].name}; --help all explains all."
+    of_group = f"a group ({', '.join(groups)}) or " if groups else ""
+    footer = f"--help TOPIC explains {of_group}an option; --help all explains all."
     return f"{page.rstrip()}\n\n{_wrap(footer, '')}\n"
 
 

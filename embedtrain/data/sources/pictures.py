@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from embedtrain.data.images.item import MARK, Picture, has_pictures, item_parts, plain
 from embedtrain.data.sources.files import is_url, local_path
 from embedtrain.data.sources.parts import PartKind, SourcePart
-from embedtrain.data.sources.values import BadRow, PictureValue, TarMember, picture_values, shorten, with_pictures
+from embedtrain.data.sources.values import (
+    MAX_DEPTH,
+    BadRow,
+    PictureValue,
+    TarMember,
+    picture_values,
+    shorten,
+    with_pictures,
+)
 from embedtrain.errors import DataError
 from embedtrain.utils.formatting import printable
 
@@ -160,23 +168,25 @@ class RowPictures:
         (PICTURES if self._sink is None else self._sink).add_bytes(header, data)
         return str(header.picture)
 
-    def _value(self, value: Any, is_picture: bool) -> Any:
+    def _value(self, value: Any, is_picture: bool, depth: int = 0) -> Any:
         if isinstance(value, str):
             if is_picture:
                 return _File(self, value) if value.strip() else None
             return plain(value)
+        if depth == MAX_DEPTH:
+            return value
         if isinstance(value, list):
             # Vectors and scores are long.
             if not value or isinstance(value[0], bool | int | float):
                 return value
             if not is_picture and _are_plain(value):  # most lists
                 return value
-            return [self._value(element, is_picture) for element in value]
+            return [self._value(element, is_picture, depth + 1) for element in value]
         if isinstance(value, dict):
             if value.keys() == _ENCODED and isinstance(value["bytes"], bytes | None):
                 return self._encoded(value)
             return {
-                key: self._value(element, is_picture_name(key) or (is_picture and key in ("url", "path")))
+                key: self._value(element, is_picture_name(key) or (is_picture and key in ("url", "path")), depth + 1)
                 for key, element in value.items()
             }
         if isinstance(value, TarMember):

@@ -61,13 +61,18 @@ class TarMember:
     name: str
 
 
-def picture_values(value: object) -> Iterator[PictureValue]:
+# Lists and objects in each other in which pictures are looked for. No layout reads a text or picture further inside,
+# and a file may nest them as deep as recursion in Python goes.
+MAX_DEPTH = 32
+
+
+def picture_values(value: object, depth: int = 0) -> Iterator[PictureValue]:
     """The pictures of a value, in order."""
     if isinstance(value, PictureValue):
         yield value
-    elif isinstance(value, dict | list):
+    elif isinstance(value, dict | list) and depth < MAX_DEPTH:
         for element in value.values() if isinstance(value, dict) else value:
-            yield from picture_values(element)
+            yield from picture_values(element, depth + 1)
 
 
 def pictures_beside(row: dict[str, object], text_keys: Sequence[str | None]) -> dict[str, list[PictureValue]]:

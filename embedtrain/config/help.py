@@ -199,7 +199,7 @@ def render_help(help_text: str, kind: type, values: Mapping[str, Any], topic: st
     page = _LISTED.sub(lambda match: _listed(match[1].split(), entries), help_text)
     groups = dict.fromkeys(entry.name.partition(".")[0] for entry in entries if "." in entry.name)
     of_group = f"a group ({', '.join(groups)}) or " if groups else ""
-    footer = f"--help TOPIC explains {of_group}an option; --help all explains all."
+    footer = f"--help TOPIC: {of_group}an option; --help all: all options"
     return f"{page.rstrip()}\n\n{_wrap(footer, '')}\n"
 
 

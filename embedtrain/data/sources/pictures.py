@@ -136,13 +136,14 @@ class RowPictures:
             )
         if self.folder is None:
             raise BadRow(
-                f"{name} names {shown}, and this data is in no local folder: image_dir names one with pictures"
+                f"{name} names {shown}, and this data is in no local folder: download it, or write image_dir, a folder "
+                "with the pictures, beside the path of training data"
             )
         path = os.path.normpath(os.path.join(self.folder, value))
         if not path.startswith(self.folder.rstrip(os.sep) + os.sep):
             raise BadRow(
-                f"{name} names {shown}, which is outside of {printable(self.folder)}: write image_dir, a folder that "
-                "holds all pictures, for this data"
+                f"{name} names {shown}, which is outside of {printable(self.folder)}: move the pictures into it, or "
+                "write image_dir, a folder that holds all of them, beside the path of training data"
             )
         return path
 

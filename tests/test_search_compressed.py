@@ -38,6 +38,7 @@ def test_the_best_of_a_binary_search_are_scored_again(tmp_path):
     assert "vectors: binary-x2-top4, " in printed
 
 
+@pytest.mark.slow  # the same with pictures: tests/image_text/test_search.py
 def test_vectors_that_an_earlier_search_stored(tmp_path):
     """The same documents and scores, whether they are encoded, stored or read, searched as they are or by a copy."""
     model = save_guide(small_model("bert"), tmp_path)

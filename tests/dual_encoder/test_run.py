@@ -98,6 +98,7 @@ def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
     assert losses(tmp_path / "again")[1] < losses(runs[1])[1]
 
 
+@pytest.mark.slow  # adapters of towers: tests/image_text/test_run.py
 def test_adapters_on_both_towers(ranks, inputs, tmp_path):
     """Losses on 1 and 3 ranks are equal, and exports reproduce the unmerged adapters."""
     lora = ["model.lora.rank=2", "optim.lr=1e-2"]

@@ -34,7 +34,8 @@ def test_an_unexpected_error_on_one_rank(folder, undisturbed):
     assert training_result(folder / "raised") == undisturbed
 
 
-@pytest.mark.parametrize("fault", [InStep(1, 3), pytest.param(InStep(0, 3, seconds=120), marks=pytest.mark.slow)])
+@pytest.mark.slow  # half a minute of waiting
+@pytest.mark.parametrize("fault", [InStep(1, 3), InStep(0, 3, seconds=120)])
 def test_a_pending_checkpoint_is_finished(folder, undisturbed, fault):
     """A save takes longer than a failed run has to end: all ranks finish it first, the failing one as well."""
     out = f"pending-{fault.rank}"

@@ -307,6 +307,10 @@ class Layout:
         """Tokens of each text in a chunk: int64 [N]. A picture has as many as the encoder computes of it."""
         return tokens.lengths
 
+    def chunk_costs(self, tokens: Tokens) -> NDArray[np.int64]:
+        """What each text counts in the maximal number of tokens of a chunk: int64 [N]."""
+        return self.num_tokens(tokens)
+
     def lengths(self, lengths: NDArray[np.int64], are_queries: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Tokens of each text that the encoder gets, from those that are cached: int64 [N]."""
         return lengths

@@ -193,7 +193,7 @@ def plan_encoding(
     first, occurrences, starts = _group_equal(keys)
     del keys, text_keys
     costs, tokenized = _tokenize(texts, first, tokenizer, max_length, world)
-    lengths = costs.tokens
+    lengths = costs.of_chunk
     order: Indices = np.argsort(-lengths, kind="stable").astype(first.dtype)
     reach: NDArray[np.int64] | None = None
     if tokenizer.layout.further_limits:
@@ -235,13 +235,13 @@ def _tower_of_role(tokenizer: TextTokenizer, role: TextRole) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What U texts cost: `tokens`, int32 [U], and `Layout.further_costs`, int32 [U, K].
+    """What U texts cost: `Layout.chunk_costs`, int32 [U], and `Layout.further_costs`, int32 [U, K].
 
     `cached` are the tokens that are kept of each, int32 [U]; `towers`, int32 [U], encode each text, where the role of
     the texts does not decide it.
     """
 
-    tokens: NDArray[np.int32]
+    of_chunk: NDArray[np.int32]
     cached: NDArray[np.int32]
     towers: NDArray[np.int32] | None
     further: NDArray[np.int32]
@@ -284,7 +284,7 @@ def _tokenize(
             batch = local_rows[start : start + _TEXTS_PER_CALL].tolist()
             tokens = tokenizer.tokens(texts.with_prompt(batch), max_length, texts.prompts(batch), texts.role)
             of_batch = slice(start, start + len(batch))
-            local_costs[of_batch, 0] = torch.from_numpy(layout.num_tokens(tokens))
+            local_costs[of_batch, 0] = torch.from_numpy(layout.chunk_costs(tokens))
             if layout.reads_pictures:
                 towers = layout.towers(np.full(len(batch), texts.role is TextRole.query), tokens.take)
                 local_costs[of_batch, 1] = torch.from_numpy(tokens.lengths)

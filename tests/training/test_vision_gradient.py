@@ -3,6 +3,7 @@
 The reference encodes every item alone by transformers' own class, unsharded, and computes the textbook loss.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from embedtrain.data.images.item import item_parts
 from embedtrain.data.images.processing import FixedSize, ImageProcessing, QwenPatches, Tiles
 from embedtrain.data.rows import Documents, Example
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Chunk, GlobalBatch
+from embedtrain.data.types import Chunk, GlobalBatch, Tokens
 from embedtrain.distributed import sharding
 from embedtrain.distributed.sharding import ParallelLayout, copy_local_rows, shard_encoder, warm_up
 from embedtrain.distributed.world import World
@@ -243,9 +244,19 @@ def encoded(world: World, folder: Path, unshard: str) -> list[torch.Tensor]:
     for name, tensor in encoder.state_dict().items():
         copy_local_rows(tensor, state[name])
     warm_up(encoder, Chunk.of_one_token(world.device))
-    texts = SentenceEncoder(encoder, tokenizer, world, chunk_tokens=60, unshard=Unshard(unshard))
+    limit, costs = 60, list[list[int]]()
+    make_chunk = tokenizer.make_chunk
+
+    def counted(tokens: Tokens, rows: Sequence[int]) -> Chunk:
+        costs.append(tokenizer.layout.chunk_costs(tokens).tolist())
+        return make_chunk(tokens, rows)
+
+    tokenizer.make_chunk = counted  # type: ignore[method-assign]
+    texts = SentenceEncoder(encoder, tokenizer, world, chunk_tokens=limit, unshard=Unshard(unshard))
     some = [f"{text(i, 3)} {picture_item(folder, i)}" if i % 3 == 0 else text(i, 2 + i) for i in range(10)]
-    return [texts.encode_all(items) for items in (some, [text(1, 3)], [picture_item(folder, 1)])]
+    vectors = [texts.encode_all(items) for items in (some, [text(1, 3)], [picture_item(folder, 1)])]
+    assert all(sum(chunk) <= limit or len(chunk) == 1 for chunk in costs), "the tower counts, as in training"
+    return vectors
 
 
 @pytest.mark.parametrize("unshard", ["layer", "model"])

@@ -188,13 +188,16 @@ class VisionLayout(PictureLayout):
         np.add.at(counts, slots.owners, np.array(extra, dtype=np.int64))
         return counts
 
-    def inputs(self, tokens: BatchTokens, max_length: int) -> EncoderInputs:
-        """Of a picture, the cost of the vision tower besides that of its tokens."""
-        inputs = super().inputs(tokens, max_length)
-        slots = inputs.tokens(np.arange(len(inputs.lengths))).slots()
-        costs = inputs.costs.astype(np.float64)
+    def chunk_costs(self, tokens: Tokens) -> NDArray[np.int64]:
+        """Of a picture, what the vision tower computes besides its tokens."""
+        slots, costs = tokens.slots(), self.num_tokens(tokens).astype(np.float64)
         np.add.at(costs, slots.owners, [self._cost(*size) for size in slots.sizes.tolist()])
-        return replace(inputs, costs=np.ceil(costs).astype(np.int64))
+        return np.ceil(costs).astype(np.int64)
+
+    def inputs(self, tokens: BatchTokens, max_length: int) -> EncoderInputs:
+        """With `chunk_costs`."""
+        inputs = super().inputs(tokens, max_length)
+        return replace(inputs, costs=self.chunk_costs(inputs.tokens(np.arange(len(inputs.lengths)))))
 
     def _cost_of_size(self, width: int, height: int) -> float:
         patches = np.array([rows * columns for rows, columns in self._grids(width, height)])

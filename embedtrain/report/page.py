@@ -103,9 +103,9 @@ def render(runs: Sequence[RunRecords], stages: Table | None = None) -> str:
         return len(charts) - 1
 
     comparisons = Comparisons()
-    style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = map(page_file, ("page.css", "page.js"))
     samples = [section for run in runs[:MAX_SAMPLES] if (section := sample_section(run)) is not None]
-    return _template().render(
+    return template("page.html").render(
         title=" · ".join(run.label for run in runs),
         several=len(runs) > 1,
         stages=stages,
@@ -127,15 +127,21 @@ def render(runs: Sequence[RunRecords], stages: Table | None = None) -> str:
         version=__version__,
         style=Markup(style),  # noqa: S704  # our own files
         script=Markup(script),  # noqa: S704
-        style_hash=_hash(style),
-        script_hash=_hash(script),
+        style_hash=content_hash(style),
+        script_hash=content_hash(script),
         number=number,
         points=lambda: Markup(_json([chart.points for chart in charts])),  # noqa: S704  # "<" is escaped in it
     )
 
 
+def page_file(name: str) -> str:
+    """The text of a style or script of the pages."""
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
 @functools.cache  # compiling it takes as long as rendering it
-def _template() -> Template:
+def template(name: str) -> Template:
+    """A page of this folder."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,  # whatever a run holds is text
@@ -143,10 +149,10 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html")
+    return environment.get_template(name)
 
 
-def _hash(text: str) -> str:
+def content_hash(text: str) -> str:
     """What a Content-Security-Policy allows an inline script or style by, and no others."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 

@@ -5,6 +5,7 @@ wherever it is written.
 """
 
 import base64
+import contextlib
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -173,28 +174,29 @@ def write_thumbnails(directory: Path, pictures: Iterable[Picture]) -> None:
     """
     thumbnails: dict[str, str] = {}
     for picture in list(dict.fromkeys(pictures))[:MAX_THUMBNAILS]:
-        data = _thumbnail(picture)
-        if data is not None:
-            thumbnails[str(picture)] = _DATA_URI + base64.b64encode(data).decode()
+        with contextlib.suppress(DataError):
+            thumbnails[str(picture)] = thumbnail(picture)
     if thumbnails:
         with atomic_write(directory / THUMBNAILS_FILE) as temporary:
             temporary.write_text(json.dumps(thumbnails), encoding="ascii")
 
 
-def _thumbnail(picture: Picture) -> bytes | None:
+def thumbnail(picture: Picture, side: int = _THUMBNAIL_SIDE) -> str:
+    """A copy of a picture of at most `side` x `side` pixels, as a data URI.
+
+    Raises DataError if the picture can no longer be read, or its copy would be large.
+    """
     from embedtrain.data.images.files import PICTURES, decode_picture  # torch is imported with it
 
-    try:
-        image = decode_picture(PICTURES.place(picture), picture)
-    except DataError:
-        return None
-    image.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+    image = decode_picture(PICTURES.place(picture), picture)
+    image.thumbnail((side, side))
+    max_bytes = _THUMBNAIL_BYTES * side**2 // _THUMBNAIL_SIDE**2
     for quality in (75, 40):
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=quality)
-        if buffer.tell() <= _THUMBNAIL_BYTES:
-            return buffer.getvalue()
-    return None
+        if buffer.tell() <= max_bytes:
+            return _DATA_URI + base64.b64encode(buffer.getvalue()).decode()
+    raise DataError(f"picture {picture.key:016x}: its small copy has more than {max_bytes:,} bytes")
 
 
 def read_thumbnails(directory: Path) -> dict[str, str]:

@@ -5,10 +5,11 @@ The exit code is 0 where every row can be used, and 1 where one cannot.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.config.checks import check_model, check_recipe
-from embedtrain.config.command_line import option_of, quote
+from embedtrain.config.command_line import option_of, quote, quote_value
 from embedtrain.config.command_options import (
     InstructionOptions,
     KindOptions,
@@ -25,7 +26,9 @@ from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import Attention, ModelConfig, Precision, Recipe
 from embedtrain.config.validation import OptionChecks, require_single_process
-from embedtrain.errors import ConfigError
+from embedtrain.errors import ConfigError, DataError
+from embedtrain.utils.files import expand_user
+from embedtrain.utils.formatting import printable
 
 if TYPE_CHECKING:
     from embedtrain.commands.inspect.sources import InspectedData, InspectedSource
@@ -33,18 +36,20 @@ if TYPE_CHECKING:
     from embedtrain.data.cache.cache import Cache
     from embedtrain.data.train_data import TrainData
     from embedtrain.models.types import ModelSource
+    from embedtrain.report.pictures import ShownSource
     from embedtrain.tracking.pages import Page
 
 HELP = """embedtrain inspect: what training data holds, as the model will see it
 
   embedtrain inspect data=PATH [model=DIR] [option=value ...]
   embedtrain inspect recipe=NAME data.train=[PATH,...] [any option of training]
+  embedtrain inspect data=PATH pictures=FILE.html
 
 PATH: a file, a folder, a pattern (rows/*.jsonl.gz), a URL, or the id of a Hub
 data set; several in brackets; with options as '{path: PATH, columns: [q,a]}'.
 The exit code is 0 where every row can be used, and 1 where one cannot.
 
-{options: data! model for_loss examples problems max_length query_prompt}"""
+{options: data! model for_loss examples problems pictures max_length query_prompt}"""
 
 
 @dataclass(kw_only=True)
@@ -54,17 +59,19 @@ class InspectOptions(InstructionOptions, TextOptions, RowsOptions, PoolingOption
     for_loss: str = "infonce"  # the loss to train with: some need scores, classes or embeddings
     examples: int = option(2, at_least=0)  # rows to show of each source
     problems: int = option(10, at_least=0)  # rows that cannot be used, to list for each source
+    # path of an HTML page with small copies of up to 60 pictures of each source, their sizes, and refused rows
+    pictures: str | None = option(None, in_result=False)
 
 
 _CONFIG_DIR = ("--config-dir", "-cd")
-_DISPLAY_OPTIONS = ("examples", "problems")  # apply to `data=` and to a recipe
+_DISPLAY_OPTIONS = ("examples", "problems", "pictures")  # apply to `data=` and to a recipe
 
 
 def compose(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
     """A recipe with the data, model and loss to inspect, and the options, both checked.
 
     The command line has either options of its own (`data=PATH model=DIR`), or those of a training (`recipe=NAME`,
-    `data.train=[...]`) besides `examples` and `problems`.
+    `data.train=[...]`) besides `examples`, `problems` and `pictures`.
 
     Raises:
         ConfigError: as `compose_recipes`; no data, or options of both kinds.
@@ -111,7 +118,11 @@ def _model_options(options: InspectOptions) -> ModelConfig:
 
 
 def _compose_options(arguments: list[str]) -> InspectOptions:
-    return compose_command("inspect", InspectOptions, arguments, HELP)
+    arguments = [quote_value(argument, "pictures") for argument in arguments]
+    options = compose_command("inspect", InspectOptions, arguments, HELP)
+    is_directory = options.pictures is not None and Path(options.pictures).is_dir()
+    OptionChecks(options).require(not is_directory, "pictures", "is a directory; name a file in it")
+    return options
 
 
 def _check_without_model(recipe: Recipe) -> Recipe:
@@ -186,6 +197,7 @@ def run(arguments: tuple[Recipe, InspectOptions]) -> None:
                 data.prepare(tokenizer.bound, cache)
     statistics: list[TextStatistics] = []
     num_empty: list[int] = []  # files of each source
+    sheet: list[ShownSource] = []
     read_for = "for_loss" if options.data else "loss"
     for number, inspected in enumerate(inspected_data.sources):
         if inspected.data is None or inspected.loss is None:
@@ -199,8 +211,12 @@ def run(arguments: tuple[Recipe, InspectOptions]) -> None:
             num_empty.append(empty)
         _print_source(page, inspected, statistics[-1], problems, empty, read_for)
         _print_examples(page, inspected, tokenizer, options.examples)
+        if options.pictures is not None:
+            sheet += _shown_source(inspected, statistics[-1], problems, empty, tokenizer)
     _print_whole(page, recipe, inspected_data, statistics, num_empty, tokenizer, of_training=not options.data)
     print_cache_size(page, cache.directory, inspected_data.datasets)
+    if options.pictures is not None:
+        page.subheading(_write_pictures(options.pictures, sheet))
     if no_tokenizer:
         page.subheading(no_tokenizer)
     skipped = any(store.report.rows.num_skipped for data in inspected_data.datasets for store in data.stores)
@@ -289,6 +305,47 @@ def _print_examples(
         assert example.location is not None
         place = parts[example.location.file].location(example.location.line)
         print_example(page, place, texts, left_out, example.label)
+
+
+def _shown_source(
+    inspected: "InspectedSource",
+    statistics: "TextStatistics",
+    problems: list[str],
+    num_empty: int,
+    tokenizer: "UntruncatedTokenizer | None",
+) -> list["ShownSource"]:
+    """The pictures of a source on the page of pictures; nothing if it has none."""
+    from embedtrain.commands.inspect.printing import num_pictures, num_refused, picture_table
+    from embedtrain.commands.inspect.texts import drawn_pictures
+    from embedtrain.data.sources.pictures import file_of_picture
+    from embedtrain.data.sources.resolve import find_parts
+    from embedtrain.report.pictures import ShownPicture, ShownSource
+
+    if statistics.pictures is None:
+        return []
+    parts = {part.name: part for part in find_parts(inspected.source).parts}
+    shown = []
+    for picture, location, length in drawn_pictures(inspected.store, tokenizer):
+        row = parts[location.file].location(location.line)
+        size = f"{picture.width} x {picture.height}" + ("" if length is None else f", {length:,} tokens, or patches")
+        shown.append(ShownPicture.of(picture, file_of_picture(picture), printable(row), size))
+    refused = num_refused(inspected.store.report.rows.num_skipped, num_empty)
+    sizes = picture_table(statistics.pictures)
+    return [ShownSource(inspected.name, sizes, refused, problems, num_pictures(statistics.pictures), shown)]
+
+
+def _write_pictures(path: str, sheet: list["ShownSource"]) -> str:
+    """Write the page of pictures; returns what happened, in words."""
+    from embedtrain.report.pictures import write_contact_sheet
+
+    if not sheet:
+        return "pictures: none in this data"
+    note = "Pictures from all over each source, up to 60 different ones; tokens are those of the whole picture."
+    try:
+        write_contact_sheet(expand_user(path), sheet, note)
+    except OSError as error:
+        raise DataError(f"pictures={path} cannot be written: {error.strerror or error}") from error
+    return f"pictures: {path}"
 
 
 def _print_whole(

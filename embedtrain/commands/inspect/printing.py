@@ -69,9 +69,7 @@ def print_source(
         facts.append(("not used", ", ".join(report.rows.ignored)))
     page.facts(facts)
     if report.rows.num_skipped:
-        rows = report.rows.num_skipped - num_empty
-        note = [f"{format_count(rows, 'row')} that cannot be used"] * (rows > 0)
-        page.subheading(" and ".join(note + [format_count(num_empty, "empty file")] * (num_empty > 0)))
+        page.subheading(num_refused(report.rows.num_skipped, num_empty))
         more = report.rows.num_skipped - len(problems)
         page.facts([("✗", problem) for problem in problems] + [("", f"... and {more:,} more")] * (more > 0), "red")
 
@@ -123,15 +121,31 @@ def print_lengths(page: Page, statistics: TextStatistics) -> None:
 
 def _print_pictures(page: Page, pictures: PictureSizes) -> None:
     """Sizes of the different pictures, and what the model computes of each."""
-    rows = {"width": pictures.sizes[:, 0], "height": pictures.sizes[:, 1]}
+    page.subheading(f"{num_pictures(pictures)}, in pixels")
+    header, *rows = picture_table(pictures)
+    page.table(header, rows)
+
+
+def num_pictures(pictures: PictureSizes) -> str:
+    """In words."""
+    return format_count(len(pictures.keys), "different picture")
+
+
+def picture_table(pictures: PictureSizes) -> list[list[str]]:
+    """A header, and a row for each of width, height, and what the model computes."""
+    columns = {"width": pictures.sizes[:, 0], "height": pictures.sizes[:, 1]}
     if pictures.num_tokens is not None:
-        rows["tokens, or patches"] = pictures.num_tokens
-    page.subheading(f"{format_count(len(pictures.keys), 'different picture')}, in pixels")
-    lengths = {name: Lengths(values.astype(np.int32), None, 0, len(values)) for name, values in rows.items()}
-    page.table(
-        ["", "pictures", "min", "median", "mean", "90 %", "99 %", "max"],
-        [[name, *_length_cells(of_name, with_limit=False)] for name, of_name in lengths.items()],
-    )
+        columns["tokens, or patches"] = pictures.num_tokens
+    lengths = {name: Lengths(values.astype(np.int32), None, 0, len(values)) for name, values in columns.items()}
+    header = ["", "pictures", "min", "median", "mean", "90 %", "99 %", "max"]
+    return [header, *([name, *_length_cells(of_name, with_limit=False)] for name, of_name in lengths.items())]
+
+
+def num_refused(num_skipped: int, num_empty: int) -> str:
+    """Rows and files that cannot be used, in words; "" for none."""
+    rows = num_skipped - num_empty
+    note = [f"{format_count(rows, 'row')} that cannot be used"] * (rows > 0)
+    return " and ".join(note + [format_count(num_empty, "empty file")] * (num_empty > 0))
 
 
 def print_duplicates(page: Page, duplicates: Duplicates) -> None:

@@ -15,8 +15,8 @@ from embedtrain.commands.inspect.sources import RowKeys, batches_of
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
 from embedtrain.data.chunks import plan_towers
-from embedtrain.data.images.item import MARK, Picture, item_parts
-from embedtrain.data.rows import Example, TextFormat, text_key
+from embedtrain.data.images.item import MARK, Picture, item_parts, pictures_of
+from embedtrain.data.rows import Example, RowLocation, TextFormat, text_key
 from embedtrain.data.sources.pictures import shown_item
 from embedtrain.data.tokens import Layout, TextTokenizer
 from embedtrain.data.train_data import TrainData
@@ -262,6 +262,32 @@ def join_statistics(parts: Sequence[TextStatistics]) -> TextStatistics:
     tokens, unknown = (sum(getattr(part, name) for part in parts) for name in ("num_tokens", "num_unknown"))
     keys = RowKeys.join([part.keys for part in parts])
     return TextStatistics(lengths, keys, parts[0].unit, tokens, unknown, _join_pictures(parts))
+
+
+MAX_DRAWN_PICTURES = 60
+_MAX_VISITED_ROWS = 4096  # to draw pictures from
+
+
+def drawn_pictures(
+    store: RowStore, tokenizer: UntruncatedTokenizer | None
+) -> list[tuple[Picture, RowLocation, int | None]]:
+    """At most MAX_DRAWN_PICTURES different pictures from all over a source, the same in each call.
+
+    Each with the first visited row that has it, and the tokens or patches that the encoder computes.
+    """
+    found: dict[Picture, RowLocation] = {}
+    for row in _spread(len(store), _MAX_VISITED_ROWS).tolist():
+        example = store[row]
+        assert example.location is not None
+        for text in example.texts:
+            for picture in pictures_of(text):
+                found.setdefault(picture, example.location)
+    every = list(found)
+    drawn = [every[i] for i in _spread(len(every), MAX_DRAWN_PICTURES).tolist()]
+    if tokenizer is None:
+        return [(picture, found[picture], None) for picture in drawn]
+    lengths = tokenizer.lengths(Tokens.of_parts([[picture] for picture in drawn])).tolist() if drawn else []
+    return [(picture, found[picture], length) for picture, length in zip(drawn, lengths, strict=True)]
 
 
 def _join_pictures(parts: Sequence[TextStatistics]) -> PictureSizes | None:

@@ -378,15 +378,18 @@ def shown_item(item: str) -> str:
 
 
 def _shown_picture(picture: Picture) -> str:
+    return f"[{f'picture {picture.width}x{picture.height} {file_of_picture(picture)}'.rstrip()}]"
+
+
+def file_of_picture(picture: Picture) -> str:
+    """The file that a picture is, for people; "" if it is unknown, or one of many in a file, which says nothing."""
     from embedtrain.data.images.files import PICTURES
 
-    size = f"picture {picture.width}x{picture.height}"
     try:
         place = PICTURES.place(picture)
     except DataError:
-        return f"[{size}]"
-    # A place in a file of many pictures says nothing to people.
-    return f"[{size} {printable(place.file)}]" if place.length is None else f"[{size}]"
+        return ""
+    return printable(place.file) if place.length is None else ""
 
 
 def written_item(item: str, folder: Path) -> Any:

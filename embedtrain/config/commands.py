@@ -256,6 +256,15 @@ COMMANDS = {
             outputs={DATA: "*.jsonl", "dev": "dev"},
         ),
         _builtin(
+            "pages",
+            "render the pages of PDF files as pictures",
+            "PagesOptions",
+            computes=False,
+            resumes=True,
+            output="output_dir",
+            outputs={DATA: "pages.jsonl"},
+        ),
+        _builtin(
             "plan",
             "estimate memory, strategy and time before a GPU is booked",
             "PlanOptions",

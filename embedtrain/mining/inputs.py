@@ -18,7 +18,7 @@ from embedtrain.data.cache.row_store import ArrowRows
 from embedtrain.data.rows import Example, instructed_query, text_keys
 from embedtrain.data.sources.parts import SourcePart
 from embedtrain.distributed.world import World
-from embedtrain.errors import DataError
+from embedtrain.errors import ConfigError, DataError
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.inference.index import ShardedIndex
 from embedtrain.losses.encoded import Part
@@ -27,6 +27,7 @@ from embedtrain.mining.pool import (
     DocumentFormat,
     DocumentIdCollector,
     DocumentPool,
+    GroupCollector,
     IntArray,
     MiningSource,
     SourceDocumentIds,
@@ -96,8 +97,9 @@ class MiningInputs:
     pool: DocumentPool
     answers: Multimap  # key of `instructed_query` -> positives of the rows with this query, of any source
     # Key of the query alone (`stripped_keys`) -> positives of the rows with this query, all documents that have the id
-    # of one of them or equal one up to whitespace, and the query itself. Instructions are ignored, since another
-    # instruction can make a document relevant: a candidate too few does no harm, a false negative does.
+    # of one of them, are of the group of one or equal one up to whitespace, and the query itself. Instructions are
+    # ignored, since another instruction can make a document relevant: a candidate too few does no harm, a false
+    # negative does.
     not_negatives: Multimap
     formats: Sequence[DocumentFormat]  # distinct
     format_of: Sequence[IntArray]  # for each source, [R], the index in `formats` for the documents of each row
@@ -133,10 +135,12 @@ def prepare_inputs(
     corpus: Sequence[SourcePart],
     world: World,
     progress: ProgressCallback,
+    group_column: str | None = None,
 ) -> MiningInputs:
     """Collect documents and queries on rank 0, unless an earlier run has done so. A collective.
 
-    Raises DataError if a document cannot be read, or a row cannot be written in the output format.
+    Documents with the `group_column` of a positive are no negatives of its query. Raises DataError if a document cannot
+    be read, or a row cannot be written in the output format.
     """
     damaged: list[str] = []
     with world.fail_together("verifying the collected documents"):
@@ -150,27 +154,37 @@ def prepare_inputs(
             print(text, file=sys.stderr, flush=True)
             remove_tree(directory)
         if world.is_main and not directory.is_dir():
-            _write_inputs(directory, sources, corpus, progress)
+            _write_inputs(directory, sources, corpus, progress, group_column)
     with world.fail_together("opening the collected documents"):
         return MiningInputs.open(directory)
 
 
 def _write_inputs(
-    directory: Path, sources: Sequence[MiningSource], corpus: Sequence[SourcePart], progress: ProgressCallback
+    directory: Path,
+    sources: Sequence[MiningSource],
+    corpus: Sequence[SourcePart],
+    progress: ProgressCallback,
+    group_column: str | None,
 ) -> None:
     unfinished = directory.with_suffix(".part")
     remove_tree(unfinished)
     unfinished.mkdir(parents=True)
 
     def documents() -> Iterator[DocumentBatch]:
-        return all_documents(sources, corpus, progress)
+        return all_documents(sources, corpus, progress, group_column)
 
     formats: dict[DocumentFormat, int] = {}
     row_keys = [_read_row_keys(source, formats) for source in sources]
     for number, (_, _, format_of) in enumerate(row_keys):
         write_array(unfinished / f"format_of-{number}.bin", format_of)
-    ids = DocumentIdCollector()
-    numbers, first = number_documents(ids.collect(documents()))
+    ids, groups = DocumentIdCollector(), GroupCollector()
+    numbers, first = number_documents(groups.collect(ids.collect(documents())))
+    grouped, group_keys = groups.members()
+    if group_column is not None and not len(grouped):
+        raise ConfigError(
+            f"exclude_same={group_column}: no document of a corpus has a value there; write corpus=PATH, documents of "
+            "which it is a column"
+        )
     write_pool(unfinished, documents(), first)
     ids.write(unfinished, numbers)
     rows, occurrences = _locate_positives(sources)
@@ -178,7 +192,10 @@ def _write_inputs(
     write_multimap(unfinished, "answers", _concatenate(keys for keys, _, _ in row_keys)[rows], positives)
     queries = _concatenate(keys for _, keys, _ in row_keys)
     same_id = _documents_with_same_id(queries[rows], occurrences, numbers, ids)
-    excluded = np.concatenate([queries[rows], same_id[0]]), np.concatenate([positives, same_id[1]])
+    of_group = join_pairs(queries[rows], positives, numbers[grouped], group_keys)
+    same_group = join_pairs(*of_group, group_keys, numbers[grouped])
+    pairs = [(queries[rows], positives), same_id, same_group]
+    excluded = np.concatenate([keys for keys, _ in pairs]), np.concatenate([of for _, of in pairs])
     write_multimap(unfinished, "not_negatives", *_extend_by_text(*excluded, queries, DocumentPool(unfinished)))
     metadata = {
         "formats": [[fmt.before, fmt.after, fmt.max_length] for fmt in formats],

@@ -55,6 +55,8 @@ class RowSearchOptions(
 
     # Of a negative that is mined, or a positive that is kept; the teacher's score if there is one.
     min_score: float | None = option(None, finite=True, hint="null for no limit")
+    # A column of the corpus, such as pdf of rendered pages: documents with the value of a positive are no negatives.
+    exclude_same: str | None = None
     # rows that are searched and written together; an interrupted run resumes after them
     query_batch_size: int = option(4096, within=(1, 8192), in_result=False)
 

@@ -147,14 +147,19 @@ class DocumentBatch:
     texts: list[str]  # may contain duplicates
     ids: list[str]  # one per text, "" for none; an empty list if no document has one
     source: int  # number of the source whose rows refer to documents by these ids; NO_SOURCE if none does
+    groups: Sequence[str] = ()  # one per text, "" for none; empty if no document has one
 
 
 def all_documents(
-    sources: Sequence[MiningSource], corpus: Sequence[SourcePart], progress: ProgressCallback
+    sources: Sequence[MiningSource],
+    corpus: Sequence[SourcePart],
+    progress: ProgressCallback,
+    group_column: str | None = None,
 ) -> Iterator[DocumentBatch]:
     """The documents of all rows (positives before negatives), then of the sources' corpora, then of `corpus`.
 
-    Blank documents of corpora are skipped: no row may contain one.
+    Blank documents of corpora are skipped: no row may contain one. Documents of corpora with an equal value of
+    `group_column` are of one group.
     """
     total = sum(len(source.store) for source in sources)
     done = 0
@@ -165,9 +170,9 @@ def all_documents(
             progress("collecting documents of rows", done, total)
     for number, source in enumerate(sources):
         for part in source.document_parts:
-            yield from _corpus_documents(part, number, progress, source.image_dir)
+            yield from _corpus_documents(part, number, progress, group_column, source.image_dir)
     for part in corpus:
-        yield from _corpus_documents(part, NO_SOURCE, progress)
+        yield from _corpus_documents(part, NO_SOURCE, progress, group_column)
 
 
 def know_corpus_pictures(corpus: Sequence[SourcePart], cache: Cache) -> None:
@@ -208,11 +213,16 @@ def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, Document
 
 
 def _corpus_documents(
-    part: SourcePart, source: int, progress: ProgressCallback, image_dir: str | None = None
+    part: SourcePart,
+    source: int,
+    progress: ProgressCallback,
+    group_column: str | None,
+    image_dir: str | None = None,
 ) -> Iterator[DocumentBatch]:
     texts: list[str] = []
     ids: list[str] = []
-    reader = DocumentReader([part], part.name, ids_required=False, image_dir=image_dir)
+    groups: list[str] = []
+    reader = DocumentReader([part], part.name, ids_required=False, image_dir=image_dir, group_column=group_column)
     for line, document in reader.documents(PartPiece(part)):
         if isinstance(document, BadRow):
             raise DataError(f"{part.location(line)}: {document}")
@@ -222,11 +232,12 @@ def _corpus_documents(
         if text.strip():
             texts.append(text)
             ids.append(document.id)
+            groups.append(document.group)
         if len(texts) == _BATCH_SIZE:
             progress(f"collecting documents of {part.name}", line, line)
-            yield DocumentBatch(texts, ids, source)
-            texts, ids = [], []
-    yield DocumentBatch(texts, ids, source)
+            yield DocumentBatch(texts, ids, source, groups)
+            texts, ids, groups = [], [], []
+    yield DocumentBatch(texts, ids, source, groups)
 
 
 IntArray = NDArray[np.int64]
@@ -370,6 +381,28 @@ class DocumentIdCollector:
             path = str(directory / f"ids-{source}.arrow")
             with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
                 writer.write_table(table)
+
+
+class GroupCollector:
+    """Collects the groups of documents while they are read."""
+
+    def __init__(self) -> None:
+        self._indices: list[IntArray] = [np.empty(0, dtype=np.int64)]
+        self._keys: list[IntArray] = [np.empty(0, dtype=np.int64)]
+
+    def collect(self, batches: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
+        """Pass the documents on, and record their groups."""
+        start = 0
+        for batch in batches:
+            with_group = [index for index, group in enumerate(batch.groups) if group]
+            self._indices.append(start + np.array(with_group, dtype=np.int64))
+            self._keys.append(text_keys([batch.groups[index] for index in with_group]))
+            start += len(batch.texts)
+            yield batch
+
+    def members(self) -> tuple[IntArray, IntArray]:
+        """Which of the T documents have a group, ascending, and the key of the group of each: int64 [G] both."""
+        return np.concatenate(self._indices), np.concatenate(self._keys)
 
 
 class SourceDocumentIds:

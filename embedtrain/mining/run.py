@@ -126,7 +126,7 @@ def _start_row_search(
     # Before documents are collected: an error in a model must not leave partial results of this command behind.
     encoder, teacher = _load_models(options, opened, world, console)
     with console.progress() as progress, explain_lost_contact("collecting documents"):
-        inputs = prepare_inputs(folder.inputs, opened.sources, opened.corpus, world, progress)
+        inputs = prepare_inputs(folder.inputs, opened.sources, opened.corpus, world, progress, options.exclude_same)
     for note in inputs.notes:
         console.note(note)
     vector_cache = VectorCache(folder.vectors, {**opened.identity_of_model, "dtype": options.index.dtype.value})

@@ -156,7 +156,19 @@ LOSS_OPTIONS = ("loss", "loss.losses", "data.train.loss", "data.train.loss.losse
 # Options of all kinds of stages that name files, directories or ids of the Hub. Others are texts, whatever they look
 # like.
 INPUT_OPTIONS = {
-    *("model", "models", "adapter", "adapters", "base", "teacher", "run", "corpus", "reranker", "reranker.path"),
+    *(
+        "model",
+        "models",
+        "adapter",
+        "adapters",
+        "base",
+        "teacher",
+        "run",
+        "pdfs",
+        "corpus",
+        "reranker",
+        "reranker.path",
+    ),
     *("reranker.adapter", "model.path", "model.config", "model.tokenizer", "model.lora.path"),
     *(
         "model.query_weights",
@@ -180,7 +192,7 @@ _TEXTS = {
     "kind", "pooling",
     # versions of inputs, and what is read of them
     "revision", "tokenizer_revision", "teacher_revision", "documents_revision", "qrels_revision", "subset",
-    "split", "columns", "where",
+    "split", "columns", "where", "exclude_same",
     # texts that a model reads, and names of its parts
     "query_prompt", "document_prompt", "instruction_format", "item_template", "pair_template", "teacher_pair_template",
     "score_tokens",

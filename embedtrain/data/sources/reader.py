@@ -38,6 +38,7 @@ class Document:
     title: str
     text: str
     pictures: str = ""  # the item of these
+    group: str = ""  # of documents that belong together; "" for none
 
     @property
     def full_text(self) -> str:
@@ -45,8 +46,14 @@ class Document:
         return self.pictures + f"{self.title} {self.text}".strip()
 
 
-def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document:
+def parse_document(row: dict[str, Any], *, id_required: bool = True, group_column: str | None = None) -> Document:
     """The document of a row with an id, a text and perhaps a title. Raises BadRow if it lacks one."""
+    group = ""
+    if group_column is not None:
+        if group_column not in row:
+            raise BadRow(f'no "{group_column}" in this document, which exclude_same names; it has: {list_names(row)}')
+        if row[group_column] is not None:
+            group = values.identifier(row[group_column], f'"{group_column}"')
     id_key = next((key for key in _ID_KEYS if key in row), None) or next(filter(is_id, row), None)
     if id_key is None and id_required:
         raise BadRow(f'a document needs an id ("docid" or "_id"), and this one has: {list_names(row)}')
@@ -61,7 +68,7 @@ def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document
         raise BadRow(f'a document needs a "text" or an "image", and this one has: {list_names(row)}')
     title = values.optional_string(row.get(title_key), f'"{title_key}"')
     text = values.optional_string(row.get(text_key or "text"), f'"{text_key}"')
-    return Document(name, title, text, values.read_pictures(pictures))
+    return Document(name, title, text, values.read_pictures(pictures), group)
 
 
 class DocumentReader:
@@ -70,10 +77,16 @@ class DocumentReader:
     document_parts: Sequence[SourcePart] = ()  # a corpus has no corpus
 
     def __init__(
-        self, parts: Sequence[SourcePart], name: str, *, ids_required: bool = True, image_dir: str | None = None
+        self,
+        parts: Sequence[SourcePart],
+        name: str,
+        *,
+        ids_required: bool = True,
+        image_dir: str | None = None,
+        group_column: str | None = None,
     ) -> None:
         self.parts, self.name = parts, name
-        self._ids_required = ids_required
+        self._ids_required, self._group_column = ids_required, group_column
         self._reader = PartReader(image_dir=image_dir)
 
     def content(self) -> dict[str, Any]:
@@ -100,7 +113,8 @@ class DocumentReader:
             try:
                 if isinstance(line.row, BadRow):
                     raise line.row
-                yield line.number, parse_document(line.row, id_required=self._ids_required)
+                document = parse_document(line.row, id_required=self._ids_required, group_column=self._group_column)
+                yield line.number, document
             except BadRow as bad:
                 yield line.number, bad
 

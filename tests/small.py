@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from embedtrain.config.kinds import load_kind
@@ -257,3 +258,16 @@ def assert_same_gradient(grads: Mapping[str, torch.Tensor], expected: Mapping[st
     for name, grad in expected.items():
         error = (grads[name].double() - grad).norm() / max(grad.norm(), 1e-3 * norm)
         assert error < 1e-5, name
+
+
+class Collectives(TorchDispatchMode):
+    """The collectives that this rank calls, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))

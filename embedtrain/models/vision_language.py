@@ -288,7 +288,12 @@ class TileVision(VisionFamily):
     def features(self, backbone: nn.Module, pixels: Tensor, inputs: PictureInputs) -> tuple[Tensor, Sequence[Tensor]]:
         """All tiles are pictures: the class leaves out those of zeros, and reads their number from the device."""
         tower, connector = self.vision_modules(backbone)
-        rows: Tensor = connector(tower(pixel_values=pixels, return_dict=True).last_hidden_state)
+        options: dict[str, Any] = {}
+        if self.vision_config.model_type in ("idefics3_vision", "smolvlm_vision"):
+            # The class makes this mask in host memory, and the copy to the device waits for all work queued there.
+            options["patch_attention_mask"] = pixels.new_ones((len(pixels), *self.dummy_grid), dtype=torch.bool)
+        hidden = tower(pixel_values=pixels, return_dict=True, **options).last_hidden_state
+        rows: Tensor = connector(hidden)
         return rows.flatten(0, 1), ()
 
 

@@ -1,4 +1,4 @@
-"""A step of texts and pictures on the pretended device: the numbers of the CPU, without a wait for the device."""
+"""A step with pictures on the pretended device: the numbers of the CPU, without a wait for the device."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import SigLIPConfig
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.distributed.world import World
 from embedtrain.inference.loading.load import load_model
 from embedtrain.losses.build import build_loss
@@ -16,16 +17,19 @@ from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.image_text.models import image_text, picture_item, save_image_text
 from tests.image_text.test_gradient import rows_of
 from tests.pretend_cuda.device import host_reads
-from tests.small import parallel, tokenised
+from tests.small import model_options, parallel, tokenised
+from tests.vision_language.models import save_vision_model
 
 NAMES = ("clip", "siglip2")
+VISION_LANGUAGE = ("qwen3_vl", "idefics3")
 
 
 def steps(world: World, folder: Path) -> dict[str, tuple[float, torch.Tensor, dict[str, int]]]:
     """Of each model: the loss, all gradients one after the other, and what made the host wait."""
     results = {}
-    for name in NAMES:
-        loaded = load_model(image_text(folder / name), parallel(), world, seed=0)
+    for name in (*NAMES, *VISION_LANGUAGE):
+        options = image_text if name in NAMES else vision_language
+        loaded = load_model(options(folder / name), parallel(), world, seed=0)
         loss: Any = build_loss(SigLIPConfig(), dimension=loaded.encoder.dimension, seed=0).to(world.device)
         loaded.source.kind.share_weights(loss, loaded.encoder)
         loaded.encoder.eval()
@@ -41,14 +45,20 @@ def steps(world: World, folder: Path) -> dict[str, tuple[float, torch.Tensor, di
     return results
 
 
+def vision_language(path: Path) -> ModelConfig:
+    return model_options("dense", path=str(path), pooling="last")
+
+
 def test_a_step_is_that_of_the_cpu(ranks, cuda_ranks, tmp_path):
     for name in NAMES:
         save_image_text(name, tmp_path)
+    for name in VISION_LANGUAGE:
+        save_vision_model(name, tmp_path)
     for seed in range(12):
         picture_item(tmp_path, seed)
     on_cpu, on_device = ranks(2, steps, tmp_path), cuda_ranks(2, steps, tmp_path)
     for expected, actual in zip(on_cpu, on_device, strict=True):
-        for name in NAMES:
+        for name in (*NAMES, *VISION_LANGUAGE):
             assert actual[name][0] == pytest.approx(expected[name][0], rel=1e-4)
             torch.testing.assert_close(actual[name][1], expected[name][1], rtol=1e-3, atol=1e-4)
             assert actual[name][2] == {}

@@ -3,6 +3,7 @@
 The reference encodes every item alone, unsharded and padded, and computes the textbook loss.
 """
 
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from embedtrain.models.packing import enable_packing
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.image_text.models import NAMES, image_text, picture_item, save_image_text
-from tests.small import parallel, text, tokenised
+from tests.small import Collectives, parallel, text, tokenised
 
 TEMPERATURE = 0.2
 # One chunk of each tower, and chunks of which the first keeps its graph and the others are encoded twice.
@@ -52,6 +53,7 @@ CASES = [
     *(Case(name) for name in NAMES),
     Case("clip", "few"),
     Case("siglip", "texts"),
+    Case("clip", "repeated"),
     Case("siglip2", options={"image": FROZEN}),
     Case("clip", options={"lora": LORA}),
 ]
@@ -70,6 +72,7 @@ def folder(tmp_path_factory):
         save_image_text(name, folder)
     for seed in range(12):
         picture_item(folder, seed)
+    shutil.copy(folder / "picture_0.png", folder / "picture_50.png")
     return folder
 
 
@@ -77,6 +80,10 @@ def rows_of(kind: str, folder: Path) -> GlobalBatch:
     """Captions with their picture, pictures with their caption, and hard negatives of both."""
     if kind == "texts":
         return GlobalBatch(0, tuple(Example(text(i, 2 + i), Documents((text(9 + i, 3),))) for i in range(3)))
+    if kind == "repeated":  # a picture of two captions, in two files of equal bytes, and a caption of two pictures
+        captions = [text(0, 3), text(1, 4), text(2, 2), text(2, 2)]
+        pictures = [picture_item(folder, seed) for seed in (0, 50, 1, 2)]
+        return GlobalBatch(0, tuple(Example(c, Documents((p,))) for c, p in zip(captions, pictures, strict=True)))
     pairs = [(text(i, 1 + i), picture_item(folder, i)) for i in range(2 if kind == "few" else 5)]
     rows = [Example(caption, Documents((picture,))) for caption, picture in pairs]
     if kind == "mixed":
@@ -112,13 +119,26 @@ def plain_gradient(case: Case, folder: Path) -> tuple[float, dict[str, torch.Ten
     documents = torch.stack([vector(item) for row in batch.rows for item in row.documents.texts])
     firsts = torch.tensor([len(row.documents.texts) for row in batch.rows]).cumsum(0)
     positives = torch.cat([torch.zeros(1, dtype=torch.int64), firsts[:-1]])
-    loss = F.cross_entropy(queries @ documents.T / TEMPERATURE, positives)
+    scores = queries @ documents.T / TEMPERATURE
+    loss = F.cross_entropy(scores.masked_fill(~are_candidates(batch), -torch.inf), positives)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 
 
+def are_candidates(batch: GlobalBatch) -> torch.Tensor:
+    """Whether each document is the positive of a row, or neither equal to it nor the positive of an equal query."""
+    owned = [(number, item) for number, row in enumerate(batch.rows) for item in row.documents.texts]
+    firsts = [row.documents.texts[0] for row in batch.rows]
+    rows = []
+    for number, row in enumerate(batch.rows):
+        known = {firsts[other] for other, same in enumerate(batch.rows) if same.query == row.query}
+        own = owned.index((number, firsts[number]))
+        rows.append([place == own or item not in known for place, (_, item) in enumerate(owned)])
+    return torch.tensor(rows)
+
+
 def sharded_gradients(world: World, folder: Path, cases: list[Case], strategy: str, reduce_per_step: bool) -> Any:
-    """Of each case and way: the local loss, the whole gradients, and the chunks that this rank computed."""
+    """Of each case and way: the local loss, the whole gradients, the chunks of this rank, and its collectives."""
     answers = []
     sharding._precision = lambda _: MixedPrecisionPolicy()
     for case in cases:
@@ -142,11 +162,12 @@ def sharded_gradients(world: World, folder: Path, cases: list[Case], strategy: s
             batch = make_rank_batch(
                 tokenised(rows_of(case.rows, folder), tokenizer), world.rank, world.size, tokenizer, way
             )
-            output, finite = backward(batch)
+            with Collectives() as counted:
+                output, finite = backward(batch)
             assert finite
             grads = {n: p.grad.full_tensor() for n, p in encoder.named_parameters() if isinstance(p.grad, DTensor)}
             chunks = [(chunk.tower, not chunk.is_dummy) for chunk in batch.chunks]
-            answers.append((output.local_loss.item(), grads, chunks))
+            answers.append((output.local_loss.item(), grads, chunks, counted.names))
     return answers
 
 
@@ -154,7 +175,7 @@ def sharded_gradients(world: World, folder: Path, cases: list[Case], strategy: s
     ("world_size", "strategy", "cases", "reduce_per_step"),
     [
         (1, "fsdp", CASES[1:2], True),
-        (2, "fsdp", CASES[-2:], True),
+        (2, "fsdp", CASES[-3:], True),
         (3, "fsdp", CASES, True),
         *(
             pytest.param(size, strategy, MORE_CASES, per_step, marks=pytest.mark.slow)
@@ -180,6 +201,8 @@ def test_gradient_equals_one_process(ranks, folder, world_size, strategy, cases,
             assert grads.keys() == expected.keys(), case
             for name, grad in grads.items():
                 assert (grad - expected[name]).norm() <= 1e-12 * max(1.0, expected[name].norm().item()), (case, name)
+            assert answers[0][3]
+            assert all(answer[3] == answers[0][3] for answer in answers), "the same collectives on every rank"
             towers = [[tower for tower, _ in answer[2]] for answer in answers]
             assert all(of_rank == towers[0] for of_rank in towers), "the same towers in the same order on every rank"
             if case.rows == "few" and world_size == 3:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.config.evaluation import Unshard
 from embedtrain.config.losses import InfoNCEConfig
@@ -37,7 +36,7 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.image_text.models import picture_item
-from tests.small import parallel, small_tokenizer, text, tokenised
+from tests.small import Collectives, parallel, small_tokenizer, text, tokenised
 from tests.vision_models import END, IMAGE, QWEN, START, class_features, vision_encoder
 
 TEMPERATURE = 0.2
@@ -145,19 +144,6 @@ def plain_gradient(case: Case, folder: Path) -> tuple[float, dict[str, torch.Ten
     loss = F.cross_entropy(queries @ documents.T / TEMPERATURE, positives)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
-
-
-class Collectives(TorchDispatchMode):
-    """The collectives that this rank calls, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def sharded_gradients(world: World, folder: Path, cases: list[Case], strategy: str, reduce_per_step: bool) -> Any:

@@ -97,6 +97,8 @@ def test_tokens_and_positions_are_those_of_the_processor(folder, architecture, p
         ours = pixels.patches if architecture in QWEN else pixels.normalised
         theirs = inputs["pixel_values"].flatten(0, 0 if architecture in QWEN else 1)
         torch.testing.assert_close(ours(chunk.decoded["pixels"]), theirs.float(), atol=1e-6, rtol=0)
+        # Bytes instead of float32, and no frame twice.
+        assert theirs.nbytes == (8 if architecture in QWEN else 4) * chunk.decoded["pixels"].nbytes
 
 
 @pytest.mark.parametrize("architecture", ["qwen2_vl", pytest.param("modernvbert", marks=pytest.mark.slow)])

@@ -12,6 +12,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -41,6 +42,22 @@ _PICTURE: tuple[str | None, ...] = (None,)
 _BOTH: tuple[str | None, ...] = ("\ue000", None)
 _ITEMS = (_TEXT, _PICTURE, _BOTH, (None, " \ue000"), (None, None), ("\ue000 ", None, "\ue001\n"))
 
+# Of `ItemTemplate.of_prefix`; words in capitals are replaced.
+_PREFIX = (
+    "{% set found = namespace(prompt='', pictures=0) %}{% for message in messages %}"
+    "{% set parts = message.content %}"
+    "{% if parts is string %}{% set parts = [{'type': 'text', 'text': parts}] %}{% endif %}"
+    "{% if message.role == 'system' %}"
+    "{% for part in parts %}{% set found.prompt = found.prompt + part.text %}{% endfor %}"
+    "{% else %}"
+    "{% set pictures = parts | selectattr('type', 'equalto', 'image') | list | length %}"
+    "{% if pictures == 0 %}BOS{{ found.prompt }}{% endif %}"
+    "{% for part in parts %}{% if part.type == 'image' %}PICTURE{% set found.pictures = found.pictures + 1 %}"
+    "{% if found.pictures == pictures %}{{ found.prompt }}{% endif %}{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% if pictures == 0 %}END{% endif %}"
+    "{% endif %}{% endfor %}"
+)
+
 _Render = Callable[[str, str, str | None], str]  # query, document and system message to the text of a pair
 
 
@@ -62,6 +79,8 @@ class ItemTemplate:
         end: after an item.
         picture: in place of a picture, with the token of pictures once.
         special_tokens: whether the tokenizer adds its special tokens to the whole.
+        after_pictures: what stands behind the last picture, and before the prompt, which follows it; in an item without
+            pictures at its start. None: a prompt stands before the item.
     """
 
     starts: tuple[str, str]
@@ -69,6 +88,7 @@ class ItemTemplate:
     end: str
     picture: str
     special_tokens: bool
+    after_pictures: str | None = None
 
     @classmethod
     def of_text(cls, text: str, picture: str, bos_token: str | None) -> "ItemTemplate":
@@ -83,19 +103,27 @@ class ItemTemplate:
             special_tokens=_has_special_tokens(first + second, bos_token),
         )
 
+    @classmethod
+    def of_prefix(cls, picture: str, bos_token: str) -> "ItemTemplate":
+        """That of PaliGemmaProcessor: a text begins behind the last picture, and a line break ends it."""
+        around = {"starts": (bos_token,) * 2, "prompted": ((bos_token, ""),) * 2, "end": "\n"}
+        return cls(**around, picture=picture, special_tokens=False, after_pictures=bos_token)
+
     def around(self, prompt: str, parts: Sequence[str | Picture]) -> list[Piece | Picture]:
         """The texts and pictures of an item, whose `parts` are without the prompt, and what stands around them."""
         begins_with_picture = bool(parts) and not isinstance(parts[0], str)
         first, second = self.prompted[begins_with_picture]
         start = f"{first}{prompt}{second}" if prompt else self.starts[begins_with_picture]
+        last = max((number for number, part in enumerate(parts) if not isinstance(part, str)), default=-1)
         pieces: list[Piece | Picture] = []
-        piece = Piece(start, "")
-        for part in parts:
+        piece = Piece("" if last >= 0 and self.after_pictures is not None else start, "")
+        for number, part in enumerate(parts):
             if isinstance(part, str):
                 piece = piece._replace(text=part)
             else:
                 pieces += [piece, part]
-                piece = Piece("", "")
+                is_last = number == last and self.after_pictures is not None
+                piece = Piece(f"{self.after_pictures}{prompt}" if is_last else "", "")
         return [*pieces, piece._replace(after=self.end)]
 
 
@@ -173,7 +201,13 @@ def read_item_template(
 
 
 def write_item_template(template: ItemTemplate) -> str:
-    """A chat template that writes the same, of a template whose start is that of its prompt, as of `of_text`."""
+    """A chat template that writes the same, of a template whose start is that of its prompt, as of `of_text`.
+
+    Of `of_prefix`, it leaves what stands behind pictures to the processor, which adds it to any text with pictures.
+    """
+    if template.after_pictures is not None:
+        texts = {"BOS": template.after_pictures, "PICTURE": template.picture, "END": template.end}
+        return reduce(lambda text, name: text.replace(name, _literal(texts[name])), texts, _PREFIX)
     before, after = template.prompted[0]
     content = (
         "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"

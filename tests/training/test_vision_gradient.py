@@ -61,6 +61,8 @@ CASES = [
     Case("qwen2_vl", lora=True),
     Case("idefics3", "few"),
     Case("modernvbert", "few"),
+    Case("paligemma"),
+    Case("paligemma", "few"),
 ]
 
 
@@ -105,17 +107,18 @@ def processing_of(architecture: str) -> ImageProcessing:
 def make_encoder(case: Case) -> tuple[Encoder, TextTokenizer]:
     """An encoder in float64, and the tokenizer."""
     encoder, processing = vision_encoder(case.architecture, torch.float64), processing_of(case.architecture)
-    assert encoder.vision is not None
-    encoder.vision.to_pixels = to_pixels(processing)
+    family = encoder.vision
+    assert family is not None
+    family.to_pixels = to_pixels(processing)
 
     def picture(rows: int, columns: int) -> list[int]:
-        if case.architecture in QWEN:
-            return [START, *[IMAGE] * (rows * columns // 4), END]
+        if isinstance(processing, QwenPatches | FixedSize):
+            return [START, *[IMAGE] * (rows * columns // family.merge**2), END]
         return [START, *([*[IMAGE] * 4, END] * (rows * columns + 1))]
 
     template = ItemTemplate.of_text("x y {prompt}{item} z", "", None)
     markup = Markup(replace(template, special_tokens=False), IMAGE, picture)
-    layout = VisionLayout(small_tokenizer(), processing, encoder.vision, markup, max_patches=200)
+    layout = VisionLayout(small_tokenizer(), processing, family, markup, max_patches=200)
     if case.frozen:
         for module in encoder.vision_modules:
             module.requires_grad_(False)
@@ -207,10 +210,10 @@ def test_gradient_equals_one_process(ranks, folder, world_size, strategy, cases,
             grads = answers[0][1]
             assert grads.keys() == expected.keys(), case
             for name, grad in grads.items():
-                assert (grad - expected[name]).norm() <= tolerance * max(1.0, expected[name].norm().item()), (
-                    case,
-                    name,
-                )
+                # Gemma sums the gradient of a norm over tokens in float32.
+                in_float32 = case.architecture == "paligemma" and "norm" in name
+                allowed = (1e-6 if in_float32 else tolerance) * max(1.0, expected[name].norm().item())
+                assert (grad - expected[name]).norm() <= allowed, (case, name)
             assert answers[0][3]
             assert all(answer[3] == answers[0][3] for answer in answers), "the same collectives on every rank"
             runs = [[runs for runs, _ in answer[2]] for answer in answers]

@@ -54,6 +54,8 @@ def vision_tokenizer(architecture: str) -> PreTrainedTokenizerFast:
         options = {"pad_token": "<|endoftext|>", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     elif architecture == "idefics3":
         options["bos_token"] = "<|im_start|>"
+    elif architecture == "paligemma":
+        options |= {"bos_token": "<bos>", "padding_side": "left"}
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=600, **options)
     made.add_tokens(SPECIAL, special_tokens=True)
     if architecture == "modernvbert":
@@ -79,7 +81,7 @@ def save_vision_model(architecture: str, folder: Path, *, chat: bool = True) -> 
     made = AutoConfig.for_model(architecture, **config)
     model = randomise(AutoModel.from_config(made))
     model.save_pretrained(directory)
-    if chat:
+    if chat and architecture != "paligemma":
         tokenizer.chat_template = _QWEN_TEMPLATE if is_qwen else _IDEFICS_TEMPLATE
     tokenizer.save_pretrained(directory)
     image: dict[str, Any]
@@ -87,6 +89,13 @@ def save_vision_model(architecture: str, folder: Path, *, chat: bool = True) -> 
         image = {
             "image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 128, "longest_edge": 1024},
             "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+        }  # fmt: skip
+        (directory / "preprocessor_config.json").write_text(json.dumps(image))
+        return directory
+    if architecture == "paligemma":
+        image = {
+            "image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16}, "image_seq_length": 16,
+            "processor_class": "PaliGemmaProcessor",
         }  # fmt: skip
         (directory / "preprocessor_config.json").write_text(json.dumps(image))
         return directory

@@ -140,6 +140,9 @@ class DenseFiles(ModelFiles):
         if (architecture / PROCESSOR_FILE).is_file():
             items = '["a text", {"image": Image.open("page.png"), "text": "with a picture before it"}]'
             lines = ["Queries and documents are texts, pictures, or both; a prompt is a system message.", ""]
+            if read_json(architecture / "config.json")["model_type"] == "paligemma":
+                items = items.replace('"a text", ', "")
+                lines[0] += " Its processor needs texts and pictures in calls of their own."
             lines += comparison_block("SentenceTransformer", name, items, first="from PIL import Image")
             prompts_of_system = [f"- {kind}: {shown_prompt(text)}" for kind, text in prompts.items() if text]
             return [*lines, compares, "", *prompts_of_system, *[""] * bool(prompts_of_system)]

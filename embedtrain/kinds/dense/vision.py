@@ -22,10 +22,12 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 # Under the name `transformers.AutoImageProcessor`, version 5.17 has one that cannot be used without torchvision.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from embedtrain.config.validation import written
 from embedtrain.data.images.files import PICTURES, Place, pillow, read_picture
 from embedtrain.data.images.item import Picture, item_parts
 from embedtrain.data.images.processing import (
     PROCESSOR_FILE,
+    FixedSize,
     ImageProcessing,
     QwenPatches,
     Tiles,
@@ -57,6 +59,7 @@ _PROCESSORS: dict[str, tuple[str, str | None]] = {
     "idefics3": ("Idefics3Processor", None),
     "smolvlm": ("SmolVLMProcessor", "SmolVLMVideoProcessor"),
     "modernvbert": ("Idefics3Processor", None),
+    "paligemma": ("PaliGemmaProcessor", None),
 }
 _TEMPLATE_FILE, _VIDEO_FILE = "chat_template.json", "video_preprocessor_config.json"
 _PLAIN = "{prompt}{item}"
@@ -109,6 +112,8 @@ def read_vision(files: StoredModel, model: DenseOptions) -> VisionSettings | Non
     require_known(config, directory)
     if isinstance(vision := config.vision_config, PretrainedConfig) and hasattr(vision, "vision_use_head"):
         vision.vision_use_head = False  # it pools a picture, which no vector needs
+    if config.model_type == "paligemma":
+        _attend_both_ways(config.get_text_config())
     where, values = image_settings(directory, config)
     values = _with_areas(values, processing_of(where, values, config), model)
     processing = processing_of(where, values, config)
@@ -121,6 +126,17 @@ def read_vision(files: StoredModel, model: DenseOptions) -> VisionSettings | Non
         chat_options=chat_options,
         frozen=model.image.frozen,
     )
+
+
+def _attend_both_ways(config: PretrainedConfig) -> None:
+    """Let all tokens attend to each other, as in the prefix of PaliGemma, which an item is.
+
+    The class (transformers 5.23) does so with the token types of its processor, also beyond windows, and without them
+    only where nothing is padded: sentence-transformers gives none for texts.
+    """
+    config.use_bidirectional_attention, config.is_causal = True, False
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
 
 
 def require_known(config: PretrainedConfig, where: Path | str) -> None:
@@ -168,6 +184,14 @@ def _processor(
                 f"{processing.tile} pixels has {length} tokens"
             )
         processor["image_seq_len"] = length
+    elif isinstance(processing, FixedSize):
+        length = processing.most_patches
+        if values.get("image_seq_length", length) != length:
+            raise ModelError(
+                f"{directory}: image_seq_length={values['image_seq_length']!r:.40} of its image processor, and a "
+                f"picture has {length} patches"
+            )
+        processor["image_processor"]["image_seq_length"] = length
     return processor
 
 
@@ -187,6 +211,8 @@ def _read_template(files: StoredModel, model: DenseOptions) -> tuple[ItemTemplat
     chat = stored_chat_template(directory, tokenizer)
     if isinstance(modalities, Mapping) and "message" not in modalities:
         chat = None
+    if files.config.model_type == "paligemma":
+        return _read_prefix(directory, tokenizer, token, chat, model)
     if model.item_template is not None or chat is None:
         text = _PLAIN if model.item_template is None else model.item_template
         template = ItemTemplate.of_text(text, picture, tokenizer.bos_token)
@@ -200,6 +226,27 @@ def _read_template(files: StoredModel, model: DenseOptions) -> tuple[ItemTemplat
     options.pop("restore_suffix", None)
     tokenizer.chat_template = chat
     return read_item_template(tokenizer, str(directory), token, options), chat, options
+
+
+def _read_prefix(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, token: str, chat: str | None, model: DenseOptions
+) -> tuple[ItemTemplate, str, dict[str, Any]]:
+    """What PaliGemma's processor writes around an item; a chat template of another directory would add to it."""
+    if model.item_template is not None:
+        raise ConfigError(
+            f"model.item_template={written(model.item_template)}: what stands around an item is written by PaliGemma's "
+            "processor; leave it out"
+        )
+    if not isinstance(tokenizer.bos_token, str):
+        raise ModelError(f"{directory}: its tokenizer has no bos_token, which stands behind pictures of PaliGemma")
+    template = ItemTemplate.of_prefix(token, tokenizer.bos_token)
+    written_template = write_item_template(template)
+    if chat not in (None, written_template):
+        raise ModelError(
+            f"{directory} has a chat template, and PaliGemma's processor adds more to what it writes: remove "
+            "chat_template.jinja, and that in tokenizer_config.json"
+        )
+    return template, written_template, {}
 
 
 def stored_chat_template(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -272,8 +319,7 @@ def _tokens_of_grid(processing: ImageProcessing, rows: int, columns: int) -> int
     """Tokens of a grid of rows, which is a whole picture or one of its tiles."""
     if isinstance(processing, Tiles):
         return (processing.tile // processing.patch_size // processing.shuffle) ** 2
-    assert isinstance(processing, QwenPatches)
-    return rows * columns // processing.merge_size**2
+    return rows * columns // (processing.merge_size**2 if isinstance(processing, QwenPatches) else 1)
 
 
 def _tiled(tokenizer: PreTrainedTokenizerBase, token: str, rows: int, columns: int) -> str:
@@ -395,13 +441,12 @@ def encode_with_class(
             **source.settings.chat_options,
         )
         images = [part for part in parts if not isinstance(part, str)]
-        inputs = processor(
-            text=[text],
-            images=[images] if images else None,
-            return_tensors="pt",
-            add_special_tokens=template.special_tokens,
-            truncation=False,  # as tokenizer.json has it otherwise, which cuts what stands behind an item
-        )
+        # As tokenizer.json has it otherwise, which cuts what stands behind an item.
+        options = {"return_tensors": "pt", "add_special_tokens": template.special_tokens, "truncation": False}
+        if template.after_pictures is not None and not images:  # PaliGemma's processor refuses texts
+            inputs = processor.tokenizer([text], **options)
+        else:
+            inputs = processor(text=[text], images=[images] if images else None, **options)
         length = inputs["input_ids"].shape[1]
         if length > max_length:  # a text, which is cut before what stands behind it
             kept = [*range(max_length - num_after), *range(length - num_after, length)]

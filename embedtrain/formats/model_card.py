@@ -82,7 +82,7 @@ def model_card(
             f"{_origin(path, base)} with embedtrain {__version__}; weights of step {step}.",
             "",
             *kind.files.usage(shown, prompts, RunDirectory(run_dir).architecture),
-            *graph_usage(kind) * (ONNX in formats),
+            *kind.files.graph_usage() * (ONNX in formats),
             *LOGIT_SCORE_USAGE * (LOGIT_SCORE in formats),
             *_evaluation(without_forms(metrics, datasets), datasets, before, changes),
             *vector_lines(metrics, datasets),
@@ -114,16 +114,6 @@ def card_header(kind: Kind, bases: str | Sequence[str] | None, *tags: str, relat
     }
     content = {key: value for key, value in values.items() if value is not None}
     return f"---\n{yaml.safe_dump(content, sort_keys=False).strip()}\n---"
-
-
-def graph_usage(kind: Kind) -> list[str]:
-    """The paragraph about the ONNX graph."""
-    return [
-        f"`onnx/model.onnx` is the same model in fp32, {kind.files.graph}, for onnxruntime, or for "
-        'sentence-transformers and optimum with `backend="onnx"`. If the folder `openvino` exists, it is that of '
-        '`backend="openvino"`.',
-        "",
-    ]
 
 
 def recipe_of_weights(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

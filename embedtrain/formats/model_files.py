@@ -57,6 +57,24 @@ class StoredName(NamedTuple):
     is_float32: bool = False  # whatever the type of the export
 
 
+class TowerGraph(NamedTuple):
+    """The graph of one of several towers, which gives vectors [N, D].
+
+    Attributes:
+        name: of its files, without the ending.
+        model: takes the inputs in the order of `axes`.
+        axes: of each input, the names of the axes whose sizes are not fixed.
+        output: the name of the vectors.
+        probes: inputs of items one by one, and of all of them as one batch.
+    """
+
+    name: str
+    model: nn.Module
+    axes: Mapping[str, Mapping[int, str]]
+    output: str
+    probes: Sequence[Mapping[str, Tensor]]
+
+
 class ModelFiles(ABC):
     """The model directories of one kind of model.
 
@@ -232,6 +250,18 @@ class ModelFiles(ABC):
 
     # Graphs
 
+    def no_graph(self, source: ModelSource) -> str:
+        """Why a model without `graph_outputs` and `tower_graphs` has no graph, for a message."""
+        return f"model.kind={source.kind.name} has no ONNX graph"
+
+    def graph_names(self, source: ModelSource) -> Sequence[str]:
+        """The names of `tower_graphs`; none of a model with one graph. A ConfigError if a tower has no graph."""
+        return ()
+
+    def tower_graphs(self, directory: Path, source: ModelSource) -> Sequence[TowerGraph]:
+        """The graphs of a directory of a model with several towers, in fp32."""
+        return ()
+
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """The outputs of a graph, with the name of the second axis of those where its size depends on the texts.
 
@@ -311,6 +341,15 @@ class ModelFiles(ABC):
             for rows, references in zip(outputs[name], expected[name], strict=True)
         ]
         return float(torch.tensor(cosines).min())
+
+    def graph_usage(self) -> list[str]:
+        """The paragraph of the card about the graph."""
+        return [
+            f"`onnx/model.onnx` is the same model in fp32, {self.graph}, for onnxruntime, or for "
+            'sentence-transformers and optimum with `backend="onnx"`. If the folder `openvino` exists, it is that of '
+            '`backend="openvino"`.',
+            "",
+        ]
 
 
 def _mean_cosine(rows: Tensor, references: Tensor) -> float:

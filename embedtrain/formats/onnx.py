@@ -19,13 +19,14 @@ import logging
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import init_empty_weights
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from embedtrain.config.recipe import ONNX, ONNX_FP16, ONNX_INT8, OPENVINO
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.formats.model_files import ProbeRows
+from embedtrain.formats.model_files import ProbeRows, TowerGraph
 from embedtrain.formats.transformers import open_tokenizer, tokenize_padded
 from embedtrain.formats.verify import PROBES, require_close
 from embedtrain.models.attention import traceable_masks
@@ -64,8 +65,10 @@ def require_graph(source: ModelSource) -> None:
         raise ConfigError(
             "export.formats: onnx is for transformers, and this is a table of static embeddings; leave it out"
         )
+    if source.kind.files.graph_names(source):
+        return
     if not source.kind.files.graph_outputs(source):
-        raise ConfigError(f"export.formats: model.kind={source.kind.name} has no ONNX graph; leave onnx out")
+        raise ConfigError(f"export.formats: {source.kind.files.no_graph(source)}; leave onnx out")
     with init_empty_weights():
         head = source.kind.head(source)
     if head is not None and type(head).graph_outputs is Head.graph_outputs:
@@ -104,6 +107,8 @@ def write_graph(directory: Path, source: ModelSource) -> ProbeRows:
     """
     require_graph(source)
     files = source.kind.files
+    if files.graph_names(source):
+        return {graph.name: _write_tower(directory, source, graph) for graph in files.tower_graphs(directory, source)}
     tokenizer = open_tokenizer(directory, source)
     model, outputs = TracedModel(directory, source, tokenizer), files.graph_outputs(source)
     expected: ProbeRows = {name: [] for name in outputs}
@@ -114,19 +119,51 @@ def write_graph(directory: Path, source: ModelSource) -> ProbeRows:
                 expected[name] += files.reduce(source, name, values, batch["attention_mask"])
     # Two texts of different lengths, so that the trace does not assume a batch size of one or a mask of ones.
     batch = _probe_batch(tokenizer, source, [1, 4])
-    path = directory / GRAPH
-    path.parent.mkdir()
+    inputs = {name: batch[name] for name in model.inputs}
+    _trace(model, inputs, list(outputs), _dynamic_axes(outputs, model.inputs), directory / GRAPH, source)
+    return expected
+
+
+def _write_tower(directory: Path, source: ModelSource, graph: TowerGraph) -> list[Tensor]:
+    """Write the graph of a tower; returns the vectors of its probes, one by one, each [1, D]."""
+    *single, batch = graph.probes
+    with torch.no_grad():
+        expected = [graph.model(*(inputs[name] for name in graph.axes)) for inputs in single]
+    axes = {name: dict(of_input) for name, of_input in graph.axes.items()} | {graph.output: {0: "batch"}}
+    inputs = {name: batch[name] for name in graph.axes}
+    _trace(graph.model, inputs, [graph.output], axes, _named(directory / GRAPH, graph.name), source)
+    return expected
+
+
+def _named(path: Path, name: str) -> Path:
+    """The file of a tower in place of that of a whole model."""
+    return path.with_name(path.name.replace("model", name, 1))
+
+
+def _trace(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    outputs: list[str],
+    axes: dict[str, dict[int, str]],
+    path: Path,
+    source: ModelSource,
+) -> None:
+    """Write a function of tensors as a graph, with its weights."""
+    path.parent.mkdir(exist_ok=True)
+    before = set(path.parent.iterdir())
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # which is one operation that no graph has
     try:
         with silence(), torch.no_grad(), traceable_masks():
             # By tracing: the newer exporter (dynamo=True) gives the same values for every architecture that we tried,
             # takes 10 to 40 times as long (torch 2.13), and needs another package.
             torch.onnx.export(
                 model,
-                tuple(batch[name] for name in model.inputs),
+                tuple(inputs.values()),
                 str(path),
-                input_names=model.inputs,
-                output_names=list(outputs),
-                dynamic_axes=_dynamic_axes(outputs, model.inputs),
+                input_names=list(inputs),
+                output_names=outputs,
+                dynamic_axes=axes,
                 opset_version=_OPSET,
                 dynamo=False,
             )
@@ -135,9 +172,9 @@ def write_graph(directory: Path, source: ModelSource) -> ProbeRows:
             f"this {source.config.model_type} model cannot be written as an ONNX graph: {one_line(error)} "
             "(remove onnx from formats; checkpoints can be exported again at any time)"
         ) from error
-    del model
-    _gather_weights(path)
-    return expected
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    _gather_weights(path, before)
 
 
 def check_graph(directory: Path, source: ModelSource, expected: ProbeRows) -> float:
@@ -145,6 +182,8 @@ def check_graph(directory: Path, source: ModelSource, expected: ProbeRows) -> fl
 
     Raises CheckpointError if onnxruntime cannot run it, or it computes something else than `write_graph` returned.
     """
+    if source.kind.files.graph_names(source):
+        return _check_towers(directory, source, expected)
     graph, files = OpenGraph(directory / GRAPH, source), source.kind.files
     single = [graph.run([row]) for row in range(len(PROBES))]
     batch = files.batched_probes()
@@ -159,6 +198,27 @@ def check_graph(directory: Path, source: ModelSource, expected: ProbeRows) -> fl
         values = files.joined(name, batched[name])
         differences.append(require_close(values, reference, _TOLERANCE, f"{subject} and runs a padded batch"))
     return max(differences)
+
+
+def _check_towers(directory: Path, source: ModelSource, expected: ProbeRows) -> float:
+    """The same of each tower."""
+    differences = []
+    for graph in source.kind.files.tower_graphs(directory, source):
+        path = _named(directory / GRAPH, graph.name)
+        subject = f"onnxruntime opens {path} (a {source.config.model_type} model)"
+        reference, *single = torch.cat(expected[graph.name]), *_run_tower(path, directory, graph)
+        differences.append(require_close(torch.cat(single[:-1]), reference, _TOLERANCE, subject))
+        differences.append(require_close(single[-1], reference, _TOLERANCE, f"{subject} and runs a batch"))
+    return max(differences)
+
+
+def _run_tower(path: Path, directory: Path, graph: TowerGraph) -> list[Tensor]:
+    """The vectors of each of a tower's probes, and of all as one batch."""
+    session = open_graph(path, directory, list(graph.axes))
+    return [
+        torch.from_numpy(session.run([graph.output], {name: inputs[name].numpy() for name in graph.axes})[0])
+        for inputs in graph.probes
+    ]
 
 
 class OpenGraph:
@@ -189,11 +249,11 @@ def _probe_batch(tokenizer: PreTrainedTokenizerBase, source: ModelSource, rows: 
     return tokenize_padded(tokenizer, *columns)
 
 
-def _gather_weights(path: Path) -> None:
-    """Move large weights to one file beside the graph; torch writes one file per weight."""
+def _gather_weights(path: Path, others: Collection[Path]) -> None:
+    """Move large weights to one file beside the graph; torch writes one file per weight. `others` are other graphs'."""
     import onnx
 
-    weights = [file for file in path.parent.iterdir() if file != path]
+    weights = [file for file in path.parent.iterdir() if file != path and file not in others]
     if not weights and path.stat().st_size < MAX_GRAPH_BYTES:
         return
     model = onnx.load(str(path))
@@ -250,31 +310,61 @@ def write_variants(
     """
     expected: ProbeRows | None = None
     files = source.kind.files
+    if files.graph_names(source):
+        return _write_tower_variants(directory, source, formats, min_agreement)
     batch = files.batched_probes()
     variants = []
     if measure is not None:
         variants.append(GraphVariant(GRAPH, _num_bytes(directory / GRAPH), 1.0, measure(source, ONNX)))
     for name in (name for name in FILES if name in formats):
         path = directory / FILES[name]
-        try:
-            with silence():
-                _WRITERS[name](directory / GRAPH, path)
-        except Exception as error:  # onnx and onnxruntime raise many types
-            raise CheckpointError(
-                f"the graph of this {source.config.model_type} model cannot be converted to {path.name}: "
-                f"{one_line(error)} (leave {name} out of formats)"
-            ) from error
+        _convert(name, directory / GRAPH, path, source)
         if expected is None:
             expected = OpenGraph(directory / GRAPH, source).run(batch)
         agreement = files.measure_agreement(OpenGraph(path, source).run(batch), expected, source)
-        if not agreement >= min_agreement:  # also true of NaN
-            raise CheckpointError(
-                f"{path}: {files.agreement}, compared with {GRAPH}, is {agreement:.4f}, below "
-                f"onnx_min_agreement={min_agreement}; leave {name} out of formats, or lower the bound"
-            )
+        _require_agreement(agreement, min_agreement, path, name, source)
         metrics = {} if measure is None else measure(source, name)
         variants.append(GraphVariant(FILES[name], _num_bytes(path), agreement, metrics))
     return variants
+
+
+def _write_tower_variants(
+    directory: Path, source: ModelSource, formats: Sequence[str], min_agreement: float
+) -> list[GraphVariant]:
+    """The same of each tower; the agreement is the smallest cosine of a vector."""
+    variants = []
+    for graph in source.kind.files.tower_graphs(directory, source):
+        whole = _named(directory / GRAPH, graph.name)
+        expected: Tensor | None = None
+        for name in (name for name in FILES if name in formats):
+            path = _named(directory / FILES[name], graph.name)
+            _convert(name, whole, path, source)
+            if expected is None:
+                expected = _run_tower(whole, directory, graph)[-1]
+            vectors = _run_tower(path, directory, graph)[-1]
+            agreement = float(F.cosine_similarity(vectors.float(), expected, dim=1).min())
+            _require_agreement(agreement, min_agreement, path, name, source)
+            variants.append(GraphVariant(str(path.relative_to(directory)), _num_bytes(path), agreement))
+    return variants
+
+
+def _convert(name: str, graph: Path, path: Path, source: ModelSource) -> None:
+    try:
+        with silence():
+            _WRITERS[name](graph, path)
+    except Exception as error:  # onnx and onnxruntime raise many types
+        raise CheckpointError(
+            f"the graph of this {source.config.model_type} model cannot be converted to {path.name}: "
+            f"{one_line(error)} (leave {name} out of formats)"
+        ) from error
+
+
+def _require_agreement(agreement: float, least: float, path: Path, name: str, source: ModelSource) -> None:
+    if not agreement >= least:  # also true of NaN
+        raise CheckpointError(
+            f"{path}: {source.kind.files.agreement}, compared with the graph in fp32, is {agreement:.4f}, below "
+            f"onnx_min_agreement={least}; leave {name} out of formats, or lower the bound"
+        )
 
 
 def variant_table(variants: Sequence[GraphVariant], source: ModelSource) -> str:
@@ -288,8 +378,11 @@ def variant_table(variants: Sequence[GraphVariant], source: ModelSource) -> str:
         for variant in variants
     )
     names, lines = "".join(f" {name} |" for name in metrics), " ---: |" * len(metrics)
+    graphs = source.kind.files.graph_names(source)
+    compared = " and ".join(f"`{_named(Path(GRAPH), name)}`" for name in graphs or ["model"])
+    pictures = " and drawn pictures" if graphs else ""
     return (
-        f"\n## Other graphs\n\nCompared with `{GRAPH}` on texts of several lengths and scripts.\n\n"
+        f"\n## Other graphs\n\nCompared with {compared} on texts of several lengths and scripts{pictures}.\n\n"
         f"| file | size | {measured} |{names}\n| --- | ---: | ---: |{lines}\n{rows}\n"
     )
 
@@ -311,10 +404,17 @@ def _write_fp16(graph: Path, path: Path) -> None:
 
 
 def _write_int8(graph: Path, path: Path) -> None:
+    import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    nodes = onnx.load(str(graph), load_external_data=False).graph.node
     quantize_dynamic(
-        graph, path, per_channel=True, weight_type=QuantType.QInt8, use_external_data_format=_is_large(graph, 4)
+        graph,
+        path,
+        per_channel=True,
+        weight_type=QuantType.QInt8,
+        nodes_to_exclude=[node.name for node in nodes if node.op_type == "Conv"],  # onnxruntime has no such operation
+        use_external_data_format=_is_large(graph, 4),
     )
 
 
@@ -334,13 +434,16 @@ def _is_large(graph: Path, factor: int) -> bool:
 
 
 class GraphSession(ABC):
-    """An open graph with its inputs, all of which are the tokenizer's, and its outputs by name."""
+    """An open graph with its inputs and its outputs by name."""
 
     def __init__(self, path: Path, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         self.path, self.inputs, self._outputs = path, inputs, outputs
-        for name in inputs:
-            if name not in _INPUTS:
-                raise CheckpointError(f"{path} has the input {name!r:.200}; inputs of texts are {', '.join(_INPUTS)}")
+
+    def require_inputs(self, known: Collection[str]) -> None:
+        """Raise CheckpointError for an input that is none of these."""
+        for name in self.inputs:
+            if name not in known:
+                raise CheckpointError(f"{self.path} has the input {name!r:.200}; known are {', '.join(known)}")
 
     def run(self, names: Sequence[str], inputs: Mapping[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
         """These outputs of the graph; of `inputs`, those that it does not have are left out.
@@ -367,15 +470,17 @@ class GraphSession(ABC):
     def _run(self, names: Sequence[str], inputs: Mapping[str, NDArray[Any]]) -> Sequence[NDArray[Any]]: ...
 
 
-def open_graph(path: Path, directory: Path) -> GraphSession:
+def open_graph(path: Path, directory: Path, inputs: Collection[str] = _INPUTS) -> GraphSession:
     """Open a graph of a model directory with as many threads as torch uses.
 
-    Raises CheckpointError if its library cannot, or it is no graph of texts; ModelError if it leads out of `directory`.
+    Raises CheckpointError if its library cannot, or it has other inputs, by default those of texts; ModelError if it leads out of `directory`.
     """
     for file in (path, path.with_suffix(".bin")) if path.suffix == ".xml" else (path,):
         require_own_file(file, directory)
     try:
-        return _OpenVino(path) if path.suffix == ".xml" else _OnnxRuntime(path)
+        session = _OpenVino(path) if path.suffix == ".xml" else _OnnxRuntime(path)
+        session.require_inputs(inputs)
+        return session
     except CheckpointError:
         raise
     except Exception as error:  # their exceptions have no common base

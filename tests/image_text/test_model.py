@@ -411,5 +411,5 @@ def test_refuses_models_and_formats(folder, tmp_path):
         open_model_source(model_options("dense", path=str(folder / "clip"), pooling="mean"))
     with pytest.raises(ModelError, match="bert, which is not known as a model of texts and pictures"):
         open_model_source(image_text(folder / "bert"))
-    with pytest.raises(ConfigError, match=r"formats=\[onnx\]: "):
-        load_kind("image_text").files.check_export(ExportConfig(formats=["onnx"]), "image_text")
+    with pytest.raises(ConfigError, match=r"formats=\[openvino\]: "):
+        load_kind("image_text").files.check_export(ExportConfig(formats=["openvino"]), "image_text")

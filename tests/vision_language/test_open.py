@@ -17,6 +17,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, TextRole
 from embedtrain.errors import ConfigError, DataError, ModelError
 from embedtrain.formats.export import open_model
+from embedtrain.formats.onnx import require_graph
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.transformers import load_tokenizer, resolve_max_length
 from embedtrain.formats.verify import PROBES
@@ -225,5 +226,7 @@ def test_other_models_with_a_vision_tower_are_refused(folder, tmp_path):
 
 
 def test_commands_that_change_models_of_texts_refuse_it(folder):
+    with pytest.raises(ConfigError, match=r"a vision-language model \(qwen2_vl\) has no ONNX graph; sentence-trans"):
+        require_graph(opened(folder / "qwen2_vl")[0])
     with pytest.raises(ConfigError, match=r"vision-language model \(qwen2_vl\)"):
         open_model(str(folder / "qwen2_vl"), None, None, "last", trust_remote_code=False)

@@ -408,6 +408,10 @@ def graph_metrics(options: "ExportOptions", kind: str, console: Console) -> Iter
     if not options.sets:
         yield None
         return
+    if not load_kind(kind).has_one_tower:
+        raise ConfigError(
+            f"sets: measure a graph of the whole model, and those of model.kind={kind} have a tower each; leave sets out"
+        )
     with joined_world() as world:
         sets = load_sets(options.sets, world, subset=options.subset, option="sets")
         check_sets_of_kind(sets, load_kind(kind), "sets")

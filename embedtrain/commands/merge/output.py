@@ -23,7 +23,7 @@ from embedtrain.distributed.world import World
 from embedtrain.formats.export import ExportResult, plan_export
 from embedtrain.formats.export_record import export_lock
 from embedtrain.formats.hub import split_revision
-from embedtrain.formats.model_card import UNNAMED, card_header, description, graph_usage, hub_id
+from embedtrain.formats.model_card import UNNAMED, card_header, description, hub_id
 from embedtrain.formats.peft import load_rows
 from embedtrain.formats.transformers import load_tokenizer
 from embedtrain.formats.verify import ExportReference, export_tolerance
@@ -87,7 +87,7 @@ def merge_card(
         f"{len(record['models'])} models with embedtrain {__version__}.",
         "",
         *kind.files.usage(name, source.prompts, architecture),
-        *graph_usage(kind) * (ONNX in options.formats),
+        *kind.files.graph_usage() * (ONNX in options.formats),
         "## Merged models",
         "",
         f"{_describe_method(options)}",

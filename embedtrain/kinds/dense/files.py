@@ -263,6 +263,13 @@ class DenseFiles(ModelFiles):
             "vector_length": is_truncated or not source.vectors.normalize,
         }
 
+    def no_graph(self, source: ModelSource) -> str:
+        """Only texts have one."""
+        return (
+            f"a vision-language model ({source.config.model_type}) has no ONNX graph; sentence-transformers and "
+            "transformers open its export"
+        )
+
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """Without the tokens of the prompt (`include_prompt=false`) vectors would need a mask that no client passes."""
         if reads_pictures(source):

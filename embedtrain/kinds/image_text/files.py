@@ -21,8 +21,8 @@ from embedtrain.config.recipe import ExportConfig
 from embedtrain.data.images.files import pillow
 from embedtrain.data.images.processing import PROCESSOR_FILE, ImageProcessing, NaFlex
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.errors import CheckpointError
-from embedtrain.formats.model_files import ModelFiles, StoredName, python_block
+from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.formats.model_files import ModelFiles, StoredName, TowerGraph, python_block
 from embedtrain.formats.sentence_transformers import (
     BATCH_SIZE,
     OLD_MODULE,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _NORMALIZE_FOLDER = "1_Normalize"
+_GRAPHS = "text_model", "vision_model"
 # Width and height of pictures that are drawn to compare what libraries compute: square, wide and narrow.
 _PROBE_SIZES = ((96, 96), (200, 120), (90, 300))
 
@@ -60,6 +61,7 @@ class ImageTextFiles(ModelFiles):
     )
     tags: ClassVar[Sequence[str]] = ("sentence-similarity", "feature-extraction", "image-text-retrieval")
     task = "zero-shot-image-classification"
+    agreement = "smallest cosine of a vector"
     has_pooler = False
 
     def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
@@ -172,6 +174,70 @@ class ImageTextFiles(ModelFiles):
                     f"sentence-transformers opens {directory} with the prompt {name}={stored.get(name)!r}, not {text!r}"
                 )
         return vectors.float().cpu()
+
+
+    def graph_names(self, source: ModelSource) -> Sequence[str]:
+        """As transformers.js and optimum have them."""
+        if isinstance(source.settings.processing, NaFlex):
+            raise ConfigError(
+                "export.formats: onnx is for pictures of one size, and those of SigLIP 2 NaFlex have any; leave onnx out"
+            )
+        return _GRAPHS
+
+    def tower_graphs(self, directory: Path, source: ModelSource) -> Sequence[TowerGraph]:
+        """Vectors before their length is set to 1, by the names of CLIP's classes with projections, or of SigLIP's."""
+        model, tokenizer = open_checked(AutoModel, directory, source).eval(), open_tokenizer(directory, source)
+        is_padded = tokenizer.model_input_names == ["input_ids"]
+        has_mask = not is_padded and source.config.model_type != "clip"  # its texts see nothing behind their end
+        names = [name for name in tokenizer.model_input_names if has_mask or name == "input_ids"]
+
+        def texts(chosen: Sequence[str]) -> Mapping[str, Tensor]:
+            padding = "max_length" if is_padded else True
+            return dict(tokenizer(list(chosen), padding=padding, truncation=True, return_tensors="pt"))
+
+        drawn = probe_images(source.settings.processing)
+        processor = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
+        pictures = [dict(processor(images=[image], return_tensors="pt")) for image in drawn]
+        pictures.append({"pixel_values": torch.cat([picture["pixel_values"] for picture in pictures])})
+        length = {} if is_padded else {1: "sequence_length"}
+        of_class = "pooler_output" if source.config.model_type.startswith("siglip") else None
+        return (
+            TowerGraph(
+                _GRAPHS[0],
+                _TracedTower(model, "get_text_features", names),
+                {name: {0: "batch_size"} | length for name in names},
+                of_class or "text_embeds",
+                [*(texts([text]) for text in PROBES), texts(PROBES)],
+            ),
+            TowerGraph(
+                _GRAPHS[1],
+                _TracedTower(model, "get_image_features", ["pixel_values"]),
+                {"pixel_values": {0: "batch_size"}},
+                of_class or "image_embeds",
+                pictures,
+            ),
+        )
+
+    def graph_usage(self) -> list[str]:
+        """Both graphs."""
+        return [
+            "`onnx/text_model.onnx` and `onnx/vision_model.onnx` are the towers in fp32, for onnxruntime and "
+            "transformers.js. Their vectors are those before their length is set to 1.",
+            "",
+        ]
+
+
+class _TracedTower(torch.nn.Module):
+    """A method of transformers' class as a function from tensors, in the order of `names`, to vectors."""
+
+    def __init__(self, model: torch.nn.Module, method: str, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self._method, self._names = model, method, names
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        values = dict(zip(self._names, tensors, strict=True))
+        vectors: Tensor = getattr(self.model, self._method)(**values).pooler_output
+        return vectors
 
 
 def probe_images(processing: ImageProcessing) -> "list[Image]":

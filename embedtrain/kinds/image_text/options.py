@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.options import option
-from embedtrain.config.recipe import ADAPTER, ExportConfig, ModelConfig
+from embedtrain.config.recipe import ADAPTER, OPENVINO, ExportConfig, ModelConfig
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
@@ -82,7 +82,7 @@ def check_image_text(model: ImageTextOptions) -> None:
 def check_export_options(export: ExportConfig, prefix: str = "") -> None:
     """Raise a ConfigError for formats of an export that have one tower; `prefix` precedes their names."""
     for name in export.formats:
-        if name == ADAPTER or name.startswith("onnx"):
+        if name in (ADAPTER, OPENVINO):
             raise ConfigError(
                 f"{prefix}formats={written(export.formats)}: {name} has one tower, and model.kind=image_text has two; "
                 "leave it out"

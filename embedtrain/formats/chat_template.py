@@ -106,8 +106,14 @@ class ItemTemplate:
     @classmethod
     def of_prefix(cls, picture: str, bos_token: str) -> "ItemTemplate":
         """That of PaliGemmaProcessor: a text begins behind the last picture, and a line break ends it."""
-        around = {"starts": (bos_token,) * 2, "prompted": ((bos_token, ""),) * 2, "end": "\n"}
-        return cls(**around, picture=picture, special_tokens=False, after_pictures=bos_token)
+        return cls(
+            starts=(bos_token,) * 2,
+            prompted=((bos_token, ""),) * 2,
+            end="\n",
+            picture=picture,
+            special_tokens=False,
+            after_pictures=bos_token,
+        )
 
     def around(self, prompt: str, parts: Sequence[str | Picture]) -> list[Piece | Picture]:
         """The texts and pictures of an item, whose `parts` are without the prompt, and what stands around them."""

@@ -473,7 +473,8 @@ class GraphSession(ABC):
 def open_graph(path: Path, directory: Path, inputs: Collection[str] = _INPUTS) -> GraphSession:
     """Open a graph of a model directory with as many threads as torch uses.
 
-    Raises CheckpointError if its library cannot, or it has other inputs, by default those of texts; ModelError if it leads out of `directory`.
+    Raises CheckpointError if its library cannot, or it has other inputs than `inputs`, by default those of texts;
+    ModelError if it leads out of `directory`.
     """
     for file in (path, path.with_suffix(".bin")) if path.suffix == ".xml" else (path,):
         require_own_file(file, directory)

@@ -63,7 +63,8 @@ def test_pictures_of_any_size_have_no_graph(tmp_path):
 
 def test_sets_measure_no_graphs_of_towers():
     options = cast("Any", SimpleNamespace(sets=["dev.jsonl"]))
-    with pytest.raises(ConfigError, match="sets: measure a graph of the whole model"), graph_metrics(
-        options, "image_text", cast("Any", None)
+    with (
+        pytest.raises(ConfigError, match="sets: measure a graph of the whole model"),
+        graph_metrics(options, "image_text", cast("Any", None)),
     ):
         pass

@@ -410,7 +410,7 @@ def graph_metrics(options: "ExportOptions", kind: str, console: Console) -> Iter
         return
     if not load_kind(kind).has_one_tower:
         raise ConfigError(
-            f"sets: measure a graph of the whole model, and those of model.kind={kind} have a tower each; leave sets out"
+            f"sets: measure a graph of the whole model, and each of model.kind={kind} has one tower; leave sets out"
         )
     with joined_world() as world:
         sets = load_sets(options.sets, world, subset=options.subset, option="sets")

@@ -175,12 +175,11 @@ class ImageTextFiles(ModelFiles):
                 )
         return vectors.float().cpu()
 
-
     def graph_names(self, source: ModelSource) -> Sequence[str]:
         """As transformers.js and optimum have them."""
         if isinstance(source.settings.processing, NaFlex):
             raise ConfigError(
-                "export.formats: onnx is for pictures of one size, and those of SigLIP 2 NaFlex have any; leave onnx out"
+                "export.formats: onnx is for pictures of one size, and those of NaFlex have any; leave onnx out"
             )
         return _GRAPHS
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
+from sentence_transformers.multi_vector_encoder.modules.token_pooling import HierarchicalTokenPooling
 
 from embedtrain import evaluate, load_encoder, train
 from embedtrain.errors import ConfigError
@@ -144,3 +145,21 @@ def test_sets_that_need_a_vector_per_text_are_rejected(model_dir: Path, tmp_path
     sets = [{"path": str(table), "train": str(table), "kind": "classification"}]
     with pytest.raises(ConfigError, match=r"^sets: .*classification.*late_interaction computes a vector per token"):
         evaluate(model_dir, sets, quiet=True, output_dir=str(tmp_path / "out"))
+
+
+def test_token_pooling(model_dir: Path, theirs: Any, tmp_path: Path) -> None:
+    """An index with half of the vectors gives the scores of sentence-transformers with its pooling."""
+    sets = {"name": "set", "queries": QUERIES, "corpus": CORPUS, "relevant_docs": RELEVANT}
+    options: dict[str, Any] = {"metrics": ["ndcg@10"], "precision": "fp32", "save_runs": True, "quiet": True}
+    options["vectors_dir"] = str(tmp_path / "vectors")
+    plain = evaluate(model_dir, sets, output_dir=str(tmp_path / "plain"), **options)
+    options |= {"index": {"token_pooling": 2}, "output_dir": str(tmp_path / "pooled")}
+    metrics = evaluate(model_dir, sets, **options)
+    pooled = theirs.encode_document(list(CORPUS.values()), token_pooling=HierarchicalTokenPooling(pool_factor=2))
+    assert sum(map(len, pooled)) < 0.7 * sum(map(len, theirs.encode_document(list(CORPUS.values()))))
+    expected = theirs.similarity(theirs.encode_query(list(QUERIES.values())), pooled)
+    for line in (tmp_path / "pooled" / "runs" / "set.run").read_text().splitlines():
+        query, _, document, _, score, _ = line.split()
+        assert float(score) == pytest.approx(float(expected[int(query[1:]), int(document[1:])]), abs=1e-5)
+    assert metrics != plain
+    assert evaluate(model_dir, sets, **options) == metrics  # from stored vectors, which are not those of before

@@ -188,7 +188,7 @@ def _open_cache(options: SearchOptions, model: "LoadedModel", world: "World") ->
     if options.vectors_dir is None:
         return None
     identity = model_identity(model.source, resolve_precision(options.precision, world), world)
-    return VectorCache(expand_user(options.vectors_dir), {**identity, "index": options.index.dtype.value})
+    return VectorCache(expand_user(options.vectors_dir), {**identity, "index": options.index.identity})
 
 
 def _check_vectors(options: SearchOptions, source: "ModelSource") -> None:

@@ -114,6 +114,15 @@ class IndexConfig:
     # half its free memory, and the embeddings are on the host.
     scan_dtype: ScanDtype | None = option(None, in_result=False)
     place: VectorPlacement = option(VectorPlacement.auto, in_result=False)
+    # Of a late-interaction model: a document keeps one in so many of its vectors, means of those that are alike
+    # (HierarchicalTokenPooling of sentence-transformers); its first vector stays as it is.
+    token_pooling: float = option(1.0, at_least=1, finite=True)
+
+    @property
+    def identity(self) -> str:
+        """What the stored vectors depend on."""
+        pooled = "" if self.token_pooling == 1 else f", token_pooling={self.token_pooling:g}"
+        return f"{self.dtype.value}{pooled}"
 
 
 def check_index(index: IndexConfig, prefix: str, *, stores_vectors: bool) -> None:

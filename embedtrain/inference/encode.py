@@ -59,7 +59,7 @@ class _Work:
     label: str
     vector_cache: VectorCache | None = None
     mapped: bool = False  # vectors stay in the files of the cache
-    transform: Callable[[Tensor], Tensor] = lambda vectors: vectors
+    transform: Callable[[Part], Part] = lambda part: part
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class _Block:
     chunks: Sequence[int]  # numbers
     distinct: NDArray[np.int64]  # [m], numbers of the texts
     vectors: Part  # of m texts, transformed, on the device
-    is_finite: HostCopy  # bool [R], of each vector
+    sizes: NDArray[np.int64] | None  # int64 [m], vectors of each text before; None: one
+    is_finite: HostCopy  # bool [R], of each of these
     stored: tuple[HostCopy, ...]  # the vectors, and the ids that they have, if they are cached on disk
     num_done: int  # chunks of all ranks up to the end of this block
 
@@ -205,7 +206,7 @@ class SentenceEncoder:
         max_length: int | None = None,
         vector_cache: VectorCache | None = None,
         mapped: bool = False,
-        transform: Callable[[Tensor], Tensor] = lambda vectors: vectors,
+        transform: Callable[[Part], Part] = lambda part: part,
         label: str = "encoding documents",
         existing_prompt: str = "",
     ) -> Iterator[EncodedShard]:
@@ -219,7 +220,7 @@ class SentenceEncoder:
             vector_cache: stores vectors on disk, so that interrupted encoding resumes.
             mapped: vectors stay in the files of `vector_cache`: those of the blocks are on the CPU, memory-mapped, and
                 must not be written to.
-            transform: applied row by row to vectors [R, D] before they are stored and yielded.
+            transform: applied to the vectors of texts, text by text, before they are stored and yielded.
         """
         prompted = self._with_prompt(texts, prompt, existing_prompt, role)
         keys = prompted.text_keys(self.world)
@@ -320,19 +321,19 @@ class SentenceEncoder:
         distinct = [work.plan.chunk(number) for number in local_chunks]
         with torch.inference_mode(False), torch.no_grad():
             is_finite = HostCopy(torch.isfinite(vectors.values).all(dim=1))
-            vectors = vectors.with_values(work.transform(vectors.values))
+            sizes = vectors.sizes
+            vectors = work.transform(vectors)
             cached = () if work.vector_cache is None else (vectors.values, vectors.ids)
             stored = tuple(HostCopy(tensor) for tensor in cached if tensor is not None)
         numbers = np.concatenate([np.empty(0, dtype=np.int64), *distinct])
-        return _Block(local_chunks, numbers, vectors, is_finite, stored, num_done)
+        return _Block(local_chunks, numbers, vectors, sizes, is_finite, stored, num_done)
 
     def _finish(self, work: _Work, block: _Block) -> tuple[Part, NDArray[np.int64]]:
         """Check and store the vectors of a block; returns them and the numbers of their texts. A collective."""
         bad_rows = (~block.is_finite.wait()).nonzero().flatten().numpy()
         report, stored = None, block.vectors
         if len(bad_rows):
-            sizes = block.vectors.sizes
-            texts = block.distinct if sizes is None else np.repeat(block.distinct, sizes)
+            texts = block.distinct if block.sizes is None else np.repeat(block.distinct, block.sizes)
             text = work.texts.texts[int(work.plan.first[texts[bad_rows[0]]])]
             report = len(bad_rows), described(text.query if isinstance(text, Pair) else text)[:60]
         failures = [(rank, *report) for rank, report in enumerate(self.world.gather(report)) if report is not None]

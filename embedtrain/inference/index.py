@@ -26,6 +26,7 @@ from torch import Tensor
 from embedtrain.config.evaluation import IndexConfig, VectorPlacement
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.exact import NO_DOCUMENT, full_precision, pack_keys, top_keys, unpack_keys
 from embedtrain.inference.store import DocumentStore, GrowingTensor, dtype_of
@@ -74,6 +75,7 @@ class ShardedIndex:
         self.world = world
         self.score = score or Cosine()
         self.config = config or IndexConfig()
+        require_poolable(self.score, self.config)
         self.num_documents = len(priorities)
         # Every rank has the priorities of all documents.
         self.priorities = self._document_of_priority = priorities
@@ -137,18 +139,21 @@ class ShardedIndex:
 
         Arguments and errors are those of `SentenceEncoder.encode_blocks`.
         """
-        dtype = dtype_of(self.config)
         for block in encoder.encode_blocks(
             texts,
             prompt,
             max_length=max_length,
             vector_cache=vector_cache,
             mapped=self.config.place is VectorPlacement.disk,
-            transform=lambda vectors: self.score.search_rows(vectors).to(dtype),
+            transform=self.stored_part,
             label=label,
             existing_prompt=existing_prompt,
         ):
             self.add(block)
+
+    def stored_part(self, part: Part) -> Part:
+        """What this index keeps of the vectors of documents."""
+        return self.score.document_part(part, self.config.token_pooling).to(part.values.device, dtype_of(self.config))
 
     def search(self, queries: Part | Tensor, k: int) -> Ranking:
         """The K documents with the largest scores, at least 1; all documents if there are fewer. A collective.
@@ -274,6 +279,15 @@ def first_added_order(num_documents: int) -> FirstAddedOrder:
 
 def _compact(priorities: Tensor) -> Tensor:
     return priorities.int() if len(priorities) <= torch.iinfo(torch.int32).max else priorities
+
+
+def require_poolable(score: Score, config: IndexConfig) -> None:
+    """Raise ConfigError for `token_pooling` where a document has one vector."""
+    if config.token_pooling > 1 and not score.pools_tokens:
+        raise ConfigError(
+            f"index.token_pooling={config.token_pooling:g}: is for late-interaction models, whose documents have "
+            "several vectors; leave it out"
+        )
 
 
 def _as_part(queries: Part | Tensor) -> Part:

@@ -84,6 +84,7 @@ class Score(ABC):
     name: str
     is_symmetric: bool = False
     max_chunks_per_block: int = 16
+    pools_tokens: bool = False
 
     def pairs(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> Tensor:
         """The score of each document and its query: [M], float32 or float64, differentiable."""
@@ -123,6 +124,10 @@ class Score(ABC):
 
     def search_part(self, part: Part) -> Part:
         """The texts of an encoder as queries of an index."""
+        return part.with_values(self.search_rows(part.values))
+
+    def document_part(self, part: Part, token_pooling: float = 1.0) -> Part:
+        """The texts of an encoder as documents of an index; with `token_pooling`, fewer vectors of each."""
         return part.with_values(self.search_rows(part.values))
 
     def exact(self, first: Part, second: Part) -> Tensor:

@@ -129,7 +129,7 @@ def _start_row_search(
         inputs = prepare_inputs(folder.inputs, opened.sources, opened.corpus, world, progress, options.exclude_same)
     for note in inputs.notes:
         console.note(note)
-    vector_cache = VectorCache(folder.vectors, {**opened.identity_of_model, "dtype": options.index.dtype.value})
+    vector_cache = VectorCache(folder.vectors, {**opened.identity_of_model, "dtype": options.index.identity})
     return folder, RowSearch(opened.sources, inputs, encoder, vector_cache, teacher, folder, options)
 
 

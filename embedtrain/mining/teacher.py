@@ -4,7 +4,7 @@ Q queries, P pairs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,14 +111,13 @@ class _BiEncoder:
     def prepare(self, pool: DocumentPool, directory: Path, progress: ProgressCallback) -> None:
         """Encode all documents."""
         prompt = self._encoder.document_prompt
-        self._index = ShardedIndex(
-            first_added_order(len(pool)), self._encoder.world, self._options.index, self._encoder.score
-        )
+        config = replace(self._options.index, token_pooling=1.0)  # of the model that searches
+        self._index = ShardedIndex(first_added_order(len(pool)), self._encoder.world, config, self._encoder.score)
         with self._encoder.report_progress(progress):
             self._index.add_texts(
                 self._encoder,
                 pool.formatted(lambda text: prompt + text),
-                vector_cache=VectorCache(directory, {**self._identity, "dtype": self._options.index.dtype.value}),
+                vector_cache=VectorCache(directory, {**self._identity, "dtype": config.identity}),
                 label="encoding documents with the teacher",
                 existing_prompt=prompt,
             )

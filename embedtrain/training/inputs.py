@@ -49,6 +49,7 @@ from embedtrain.formats.hub import download_configuration, require_export_suppor
 from embedtrain.formats.onnx import require_graph
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.weights import weights_digest
+from embedtrain.inference.index import require_poolable
 from embedtrain.losses.build import exit_layers, load_loss_class, require_dimensions
 from embedtrain.models.blocks import ExitPath, exit_path
 from embedtrain.models.build import build_encoder
@@ -270,6 +271,7 @@ def read_inputs(run: Run) -> RunInputs:
         if recipe.evaluation.sets and not source.kind.scores_pairs:
             score = source.kind.score(source)
             score.store(recipe.evaluation.index, torch.device("cpu"), 0)  # an error if it cannot
+            require_poolable(score, recipe.evaluation.index)
     run.note(_similarity_note(opened, source))
     if source.vectors.truncate_dim is not None:
         run.console.note(

@@ -184,6 +184,19 @@ def test_the_same_vectors_on_any_number_of_ranks(ranks, role):
     torch.testing.assert_close(torch.tensor(results[0][0]), expected.values, atol=1e-6, rtol=0)
 
 
+def search_pooled(world, factor):
+    index = ShardedIndex(trec_order(numbered(len(TEXTS))), world, IndexConfig(token_pooling=factor), MaxSim(mean=False))
+    index.add_texts(token_encoder(world, chunk_tokens=16), TEXTS)
+    ranking = index.search(token_vectors(1, [3, 1, 5], dimensions=16), 100)
+    return ranking.scores.tolist(), ranking.documents.tolist()
+
+
+def test_pooled_vectors_are_the_same_on_any_number_of_ranks(ranks):
+    results = [result for size in (1, 2, 3) for result in ranks(size, search_pooled, 2.0)]
+    assert all(result == results[0] for result in results)
+    assert results[0] != ranks(1, search_pooled, 1.0)[0]
+
+
 def blocks_with_cache(world, folder, role=TextRole.document):
     """The vectors of each text on this rank, and the number of forward passes."""
     encoder = token_encoder(world, chunk_tokens=16)
@@ -213,7 +226,7 @@ def test_stored_vectors_are_read_by_any_number_of_ranks(ranks, tmp_path):
     assert {len(vectors) for vectors in queries.values()} == {9}
 
 
-def not_finite(world):
+def not_finite(world, factor=1.0):
     encoder = token_encoder(world)
     projection = (
         encoder.encoder.projection.weight.to_local()
@@ -222,12 +235,14 @@ def not_finite(world):
     )
     with torch.no_grad():
         projection[:] = math.nan
+    index = ShardedIndex(trec_order(numbered(3)), world, IndexConfig(token_pooling=factor), MaxSim(mean=False))
     with pytest.raises(TrainingError) as error:
-        encoder.encode(TEXTS[:3])
+        index.add_texts(encoder, TEXTS[:3])
     return str(error.value)
 
 
-def test_vectors_that_are_not_finite_name_their_text(ranks):
-    (message,) = set(ranks(2, not_finite))
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_vectors_that_are_not_finite_name_their_text(ranks, factor):
+    (message,) = set(ranks(2, not_finite, factor))
     assert "not finite" in message
     assert any(repr(one) in message for one in TEXTS[:3])

@@ -364,7 +364,7 @@ def _identity(options: EvaluateOptions, model: "LoadedModel", world: "World") ->
 
     precision = resolve_precision(options.precision, world)
     graph = None if options.backend is Backend.torch else graph_file(model.source, options.backend)
-    identity = {**model_identity(model.source, precision, world, graph), "index": options.index.dtype.value}
+    identity = {**model_identity(model.source, precision, world, graph), "index": options.index.identity}
     return identity if options.backend is Backend.torch else identity | {"backend": options.backend.value}
 
 

@@ -29,7 +29,6 @@ from embedtrain.errors import ConfigError, FailedElsewhere, ModelError
 from embedtrain.evaluation.evaluator import ResultCallback
 from embedtrain.inference.encode import EncodedShard, ProgressCallback, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, trec_order
-from embedtrain.inference.store import dtype_of
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.losses.encoded import Part
 from embedtrain.models.types import ModelSource
@@ -177,14 +176,11 @@ class CommandChannel:
         return None
 
     def _add_documents(self, texts: list[str], prompt: str, first: int) -> None:
-        def transform(vectors: Tensor) -> Tensor:
-            return self.encoder.score.search_rows(vectors).to(dtype_of(self._config))
-
-        mapped = self._config.place is VectorPlacement.disk
+        index, mapped = self._current_index, self._config.place is VectorPlacement.disk
         for block in self.encoder.encode_blocks(
-            texts, prompt, vector_cache=self._vector_cache, mapped=mapped, transform=transform
+            texts, prompt, vector_cache=self._vector_cache, mapped=mapped, transform=index.stored_part
         ):
-            self._current_index.add(EncodedShard(block.part, block.rows + first))
+            index.add(EncodedShard(block.part, block.rows + first))
 
     def _encode_queries(self, texts: list[str], prompt: str) -> Part:
         return self.encoder.score.search_part(self.encoder.encode(texts, prompt))

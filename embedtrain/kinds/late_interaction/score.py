@@ -54,6 +54,7 @@ class MaxSim(TiledScore):
 
     temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
     kind = "late_interaction"
+    pools_tokens = True
 
     def __init__(self, *, mean: bool) -> None:
         self.mean = mean
@@ -96,6 +97,10 @@ class MaxSim(TiledScore):
         """Unit vectors, so that shorter ones are cosines again."""
         return unit_vectors(values[:, :dimension])
 
+    def document_part(self, part: Part, token_pooling: float = 1.0) -> Part:
+        """Unit vectors: all of them, or means of clusters of them."""
+        return super().document_part(part if token_pooling == 1 else pooled_tokens(part, token_pooling))
+
     def exact(self, first: Part, second: Part) -> Tensor:
         """Scores of queries with documents."""
         texts = np.arange(len(first))
@@ -111,6 +116,24 @@ class MaxSim(TiledScore):
     def _divisors(queries: Part) -> Tensor:
         assert queries.sizes is not None
         return to_device(queries.sizes, queries.values.device).to(queries.values.dtype)
+
+
+def pooled_tokens(part: Part, factor: float) -> Part:
+    """The vectors of texts, of which each keeps about one in `factor`: the first, and means of clusters of the others.
+
+    Clusters are those of Ward's linkage on cosine distances, on the CPU, by sentence-transformers, so a text has the
+    same ones on any number of ranks.
+    """
+    from sentence_transformers.multi_vector_encoder.modules.token_pooling import HierarchicalTokenPooling
+
+    assert part.sizes is not None
+    pooling = HierarchicalTokenPooling(pool_factor=factor)
+    values = unit_vectors(part.values).cpu()
+    if not torch.isfinite(values).all():
+        return part  # which the encoder reports
+    pooled = [pooling.pool_one(text) for text in torch.split(values, part.sizes.tolist())]
+    sizes = np.array([len(text) for text in pooled], dtype=np.int64)
+    return Part(torch.cat([values[:0], *pooled]).to(part.values.device), sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,6 @@ from urllib.parse import quote
 
 import numpy as np
 import torch
-from sklearn.metrics import (
-    average_precision_score,
-)
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
@@ -425,6 +422,7 @@ def measure_pair_classification(data: LabelledPairs, context: EncoderContext | S
 def _pair_classification_metrics(scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     # Imported here because it takes seconds, which only processes with such a set should spend.
     from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
+    from sklearn.metrics import average_precision_score
 
     accuracy, accuracy_threshold = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
     f1 = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)

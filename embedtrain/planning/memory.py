@@ -143,14 +143,16 @@ class StepWorkload:
         chunks = max(1, -(-texts // texts_per_chunk))
         # A text longer than a chunk is a chunk of its own.
         tokens = min(texts, texts_per_chunk) * self.tokens_per_text
+        all_tokens = texts * self.tokens_per_text
         activation_tokens = self.chunk_tokens if self.activation_tokens is None else self.activation_tokens
-        cached = min(texts * self.tokens_per_text, activation_tokens) // tokens if tokens else 0
+        # The last chunk is smaller than the others where they do not divide the texts.
+        cached = chunks if activation_tokens >= all_tokens else activation_tokens // tokens
         return RankWorkload(
             texts=texts,
             chunks=chunks,
             num_cached_graphs=min(chunks, cached),
             tokens=tokens,
-            all_tokens=texts * self.tokens_per_text,
+            all_tokens=all_tokens,
         )
 
 

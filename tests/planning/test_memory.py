@@ -212,6 +212,8 @@ def test_more_memory_caches_more_graphs():
     assert tokens == sorted(tokens)
     assert tokens[0] == CACHED.chunk_tokens < tokens[2] < tokens[3]
     assert tokens[-1] == 16384 * 5 * 90 // 8  # all tokens of a rank
+    local = replace(CACHED, activation_tokens=tokens[-1]).per_rank(8)
+    assert local.num_cached_graphs == local.chunks == 57  # the last of which has 48 of 182 texts
 
 
 @pytest.mark.parametrize("memory", [40, 80])

@@ -18,7 +18,7 @@ def start(arguments: list[str], **more: object) -> "subprocess.Popen[str]":
 
 
 def call(*arguments: str, ranks: int = 0, cwd: Path | None = None, code: int = 0, stdin: str = "") -> str:
-    """The output of `python -m embedtrain COMMAND ...`, under torchrun if `ranks` is given.
+    """The output of `python -m embedtrain COMMAND ...`, of as many ranks as under torchrun if `ranks` is given.
 
     The first argument is the command, or a module of the package instead of `embedtrain COMMAND`.
     """
@@ -32,13 +32,6 @@ def call_separately(
     """Its standard output and standard error."""
     if not arguments[0].startswith("embedtrain"):
         arguments = ("embedtrain", *arguments)
-    if not ranks:
-        exit_code, output, errors = run_module(arguments, ENVIRONMENT, cwd or Path.cwd(), stdin)
-    else:
-        done = subprocess.run(
-            [*TORCHRUN, str(ranks), "-m", *arguments],
-            cwd=cwd, env=ENVIRONMENT, text=True, input=stdin, capture_output=True, timeout=240, check=False,
-        )  # fmt: skip
-        exit_code, output, errors = done.returncode, done.stdout, done.stderr
+    exit_code, output, errors = run_module(arguments, ENVIRONMENT, cwd or Path.cwd(), stdin, ranks)
     assert exit_code == code, output + errors
     return output, errors

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -44,6 +45,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; with one, run `make test-gpu` (other commands hide it)")
+
+
+def pytest_collection_finish() -> None:
+    """Freeze the objects of libraries and of pytest: a command in this process collects garbage, else for a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

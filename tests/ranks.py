@@ -8,6 +8,7 @@ gets a `World` as its first argument. What it raises is raised in the test with 
 Workers of a pool may have another device, which is installed before they import torch: see tests/pretend_cuda.
 """
 
+import gc
 import itertools
 import multiprocessing as mp
 import os
@@ -120,6 +121,7 @@ def _serve(pipe: Connection, open_device: Callable[[], Any] | None, nccl: bool) 
     from embedtrain.distributed.world import World, init_process_group
 
     torch.set_num_threads(1)
+    gc.freeze()  # objects of libraries, which each collection would visit; forked workers have them frozen already
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     for number in itertools.count(1):
         try:

@@ -19,7 +19,7 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Recipe
 from embedtrain.pipeline.types import Pipeline
 from tests.faults.process import Hook, run_rank
-from tests.forked import fork_context
+from tests.forked import fork_context, torchrun_environment
 
 OPTIONS = [
     "name=t", "model.path=model", "model.pooling=mean", "data.train=[train.jsonl]", "train.global_batch_size=8",
@@ -127,11 +127,7 @@ def start(
     processes = []
     context = fork_context() if forked else mp.get_context("spawn")
     for rank in range(size):
-        environment = {
-            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(agent),
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }  # fmt: skip
+        environment = torchrun_environment(rank, size, port, agent=agent)
         composed = pipeline or _recipes(*OPTIONS, f"output_dir={output_dir}", *more)
         process = context.Process(target=run_rank, args=(environment, composed, folder, log, hook), daemon=True)
         process.start()

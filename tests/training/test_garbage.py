@@ -16,6 +16,14 @@ class Cycle:
         self.memory = bytearray(1000)
 
 
+@pytest.fixture(autouse=True)
+def nothing_frozen():
+    """As in a process that runs no tests: see tests/conftest.py."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @pytest.fixture
 def collections():
     """Generations that were collected, in order."""

@@ -106,7 +106,7 @@ def graphs(world: World, model: ModelConfig, changes: dict[str, Any], backend: s
     return counts
 
 
-@pytest.mark.parametrize("architecture", slow_but(["bert", "qwen3", "modernbert"], KINDS))
+@pytest.mark.parametrize("architecture", slow_but(["bert", "modernbert"], KINDS))
 def test_packed_blocks_have_three_graphs_for_each_kind_of_layer(ranks, architecture):
     """Without and with gradients, and in evaluation; none in the verification, and none after the first step."""
     (counts,) = ranks(1, graphs, model_of(architecture), {}, "eager", 3)
@@ -188,7 +188,12 @@ def fails(world: World, cause: str, rank: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("cause", "reason"),
-    [("break", "graph_break"), ("compiler", "no compiler"), ("backward", "no compiler"), ("limit", "fullgraph")],
+    [
+        ("break", "graph_break"),
+        pytest.param("compiler", "no compiler", marks=pytest.mark.slow),
+        ("backward", "no compiler"),
+        ("limit", "fullgraph"),
+    ],
 )
 def test_a_block_that_fails_runs_eagerly_on_all_ranks_and_is_named_once(ranks, cause, reason):
     first, second = ranks(2, fails, cause, 1)

@@ -99,8 +99,8 @@ def sharded_gradient(
 @pytest.mark.parametrize(
     ("world_size", "strategy", "num_rows", "attention"),
     [
-        (1, "fsdp", 9, "auto"),
-        (2, "fsdp", 9, "auto"),
+        pytest.param(1, "fsdp", 9, "auto", marks=pytest.mark.slow),
+        pytest.param(2, "fsdp", 9, "auto", marks=pytest.mark.slow),
         (3, "fsdp", 10, "auto"),
         (3, "fsdp", 2, "auto"),
         (4, "hsdp", 9, "auto"),

@@ -154,7 +154,7 @@ def masked_lm(directory: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_other_formats_of_weights(ranks, directories, tmp_path, world_size):
     xlmr = directories["xlm-roberta"]
     lm = masked_lm(xlmr, tmp_path / "lm")

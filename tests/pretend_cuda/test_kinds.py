@@ -196,7 +196,7 @@ def use(_world: World, model: Path, inputs: Path, out: Path) -> list[str]:
 PACKED = [name for name in KINDS if not name.startswith("static")]
 
 
-@pytest.mark.parametrize("name", slow_but(["late interaction", "m3"], PACKED))
+@pytest.mark.parametrize("name", slow_but(["m3"], PACKED))
 def test_packed_steps(cuda_ranks, inputs, tmp_path, name):
     """In bf16, which the kernel for packed texts computes: losses are those of the CPU up to rounding."""
     options = options_of(KINDS[name], inputs, tmp_path)

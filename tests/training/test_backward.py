@@ -172,9 +172,7 @@ def test_padding_changes_nothing(ranks, models, architecture):
         check(ranks, model, 2, parallel(), way, num_rows=10)
 
 
-@pytest.mark.parametrize(
-    "num_rows", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("num_rows", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 3, 5))])
 def test_ranks_without_rows_take_part(ranks, models, num_rows):
     """Fewer rows than ranks: the rest run dummies and the gradient is still the global batch's."""
     for way in WAYS:

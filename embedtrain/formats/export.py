@@ -55,6 +55,7 @@ from embedtrain.formats.verify import (
 )
 from embedtrain.formats.weights import (
     ADAPTER_FOLDER,
+    ADAPTER_PREFIX,
     DTYPES,
     WeightPlan,
     WeightRows,
@@ -65,7 +66,7 @@ from embedtrain.formats.weights import (
     write_architecture,
     write_weights,
 )
-from embedtrain.models.adapters import has_adapters
+from embedtrain.models.adapters import PEFT_PREFIX, has_adapters
 from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.stored_weights import stored_dtype
@@ -120,7 +121,11 @@ class ModelExport:
             matryoshka_dims=self.matryoshka_dims,
         )
         if self.adapter is not None:
-            copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER)
+            layers = set[str]()
+            if not self.adapter.source.kind.has_one_tower:
+                keys = [key for name, (_, key) in self.plan.locations.items() if name.startswith(ADAPTER_PREFIX)]
+                layers = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in keys}
+            copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER, layers)
         if self.tasks:
             write_task_adapters(self.unfinished, self.tasks)
 

@@ -323,8 +323,8 @@ def _read(location: TensorLocation) -> Tensor:
         return file.get_tensor(location.key)  # type: ignore[no-any-return]
 
 
-def _adapter_weights(encoder: nn.Module) -> set[str]:
-    parts = ("backbone.", HEAD)
+def _adapter_weights(encoder: Encoder) -> set[str]:
+    parts = (*(f"{prefix}backbone." for prefix in encoder.towers), HEAD)
     return {name for name, p in encoder.named_parameters() if p.requires_grad and name.startswith(parts)}
 
 
@@ -334,14 +334,18 @@ def write_adapter_config(directory: Path, adapted: AdapterInfo, model: ModelConf
     _write_adapter_config(directory, adapted.config, model.path, source.commit)
 
 
-def copy_adapter_config(directory: Path, target: Path) -> None:
+def copy_adapter_config(directory: Path, target: Path, layers: Collection[str] = ()) -> None:
     """Write the settings of an adapter_config.json that we read to another directory.
 
+    `layers` are the names of all adapted layers in the class of a model with several towers; ours begin with a tower.
     The file itself is not copied, because PEFT interprets more of it and its author may not be trusted. Raises
     ModelError if it is damaged, or describes an adapter that is not supported.
     """
     files = read_settings(directory)
     files.config.modules_to_save = list(files.modules_to_save) or None
+    if layers:
+        files.config.target_modules, files.config.exclude_modules = set(layers), None
+        files.config.task_type = None  # PEFT's class of another task has no methods for texts and for pictures
     _write_adapter_config(target, files.config, files.base_model or None, files.revision)
 
 
@@ -492,6 +496,9 @@ class AdapterCheckpoint:
         """The checkpoint's rows, compared with an encoder that has the adapters."""
         trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
         buffers = {name for name, _ in encoder.named_buffers()}
+        # The temperature and the bias of CLIP and SigLIP, which a loss trains.
+        own = {name for name in buffers if "backbone." not in name and ENCODER + name in self.reader.specs}
+        trained, buffers = trained | own, buffers - own
         state = {name: tensor for name, tensor in encoder.state_dict().items() if name in trained}
         return encoder_rows(self.reader, state, ignored=buffers)
 

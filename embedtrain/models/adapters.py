@@ -142,11 +142,13 @@ def _add_to_towers(
     added: dict[str, AdapterInfo] = {}
     for prefix, tower in towers.items():
         own = replace(lora, modules_to_save=_modules_of_tower(towers, prefix, saved))
-        own_files = None
+        own_files, own_targets = None, _targets_of_tower(towers, prefix, targets)
         if files is not None:
-            stored = tuple(name.removeprefix(prefix) for name in files.modules_to_save if name.startswith(prefix))
-            own_files = replace(files, modules_to_save=stored)
-        own_targets = _targets_of_tower(towers, prefix, targets)
+            own_config = copy.deepcopy(files.config)
+            own_config.target_modules = set(own_targets)
+            own_config.exclude_modules = _names_in_tower(files.config.exclude_modules or (), prefix) or None
+            stored = tuple(_names_in_tower(files.modules_to_save, prefix))
+            own_files = replace(files, config=own_config, modules_to_save=stored)
         if own_files is None and own_targets:
             own = replace(own, targets=own_targets)
         is_frozen = not any(parameter.requires_grad for parameter in tower.backbone.parameters())
@@ -163,11 +165,19 @@ def _add_to_towers(
     if not added:
         raise ConfigError("model.lora: no tower has a linear layer for adapters; leave it out")
     shared = copy.deepcopy(next(iter(added.values())).config)
-    shared.target_modules = {name for info in added.values() for name in info.config.target_modules or ()}
+    # With the names of their towers: two may have layers of the same name, of which one is adapted.
+    for setting in ("target_modules", "exclude_modules"):
+        names = {prefix + name for prefix, info in added.items() for name in getattr(info.config, setting) or ()}
+        setattr(shared, setting, names or None)
     stored_modules = tuple(prefix + name for prefix, info in added.items() for name in info.modules_to_save)
     shared.modules_to_save = list(stored_modules) or None
     heads = tuple(prefix + name for prefix, info in added.items() for name in info.heads)
     return AdapterInfo(config=shared, files=files, stored=(), modules_to_save=stored_modules, heads=heads)
+
+
+def _names_in_tower(names: Iterable[str], prefix: str) -> list[str]:
+    """Those that begin with that of a tower, without it."""
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 def _targets_of_tower(towers: Mapping[str, Encoder], prefix: str, targets: Iterable[str]) -> list[str]:

@@ -29,7 +29,7 @@ from embedtrain.errors import ConfigError, DataError, ModelError
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import model_tokenizer
-from embedtrain.kinds.image_text.options import ImageTextTower
+from embedtrain.kinds.image_text.options import ImageTextTower, check_adapter_alone
 from embedtrain.losses.build import build_loss
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.blocks import find_blocks
@@ -413,3 +413,6 @@ def test_refuses_models_and_formats(folder, tmp_path):
         open_model_source(image_text(folder / "bert"))
     with pytest.raises(ConfigError, match=r"formats=\[openvino\]: "):
         load_kind("image_text").files.check_export(ExportConfig(formats=["openvino"]), "image_text")
+    pair = model_options("image_text", text=ImageTextTower(path="a"), image=ImageTextTower(path="b"))
+    with pytest.raises(ConfigError, match=r"model\.text\.path=a: .*leave adapter out of export\.formats"):
+        check_adapter_alone(pair, ExportConfig(formats=["adapter"]))

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
@@ -112,15 +113,28 @@ def test_a_new_pair_trains_with_a_frozen_tower(ranks, inputs, tmp_path):
     assert not torch.equal(stored["logit_scale"], torch.tensor(2.6592))
 
 
-def test_adapters_of_one_tower_are_merged(ranks, inputs, tmp_path):
+def test_adapters_of_one_tower_are_merged_and_a_file_of_their_own(ranks, inputs, tmp_path):
+    """The command reads the same layers and the trained temperature from a checkpoint; PEFT opens the adapters."""
     more = [
         f"model.path={inputs / 'clip'}", "model.lora={rank: 2, targets: [text.q_proj]}", "loss.learn_temperature=true",
-        "train.steps=2",
+        "train.steps=2", "export.formats=[sentence_transformers,adapter]",
     ]  # fmt: skip
     ranks(1, run_without_base, *options(inputs, tmp_path / "run", *more))
     stored, before = load_file(tmp_path / "run/model/model.safetensors"), load_file(inputs / "clip/model.safetensors")
     changed = {name for name in before if not torch.equal(stored[name], before[name])}
     assert changed == {*(f"text_model.encoder.layers.{n}.self_attn.q_proj.weight" for n in range(2)), "logit_scale"}
+    call("export", f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'exported'}", "formats=[adapter]", "check=false")
+    torch.testing.assert_close(load_file(tmp_path / "exported/model.safetensors"), stored, rtol=0, atol=0)
+    merged = AutoModel.from_pretrained(tmp_path / "run/model")
+    for directory in (tmp_path / "run/model/adapter", tmp_path / "exported/adapter"):
+        adapted = PeftModel.from_pretrained(AutoModel.from_pretrained(inputs / "clip"), directory)
+        given = {
+            "get_text_features": {"input_ids": torch.tensor([[5, 9, 25]])},
+            "get_image_features": {"pixel_values": torch.ones(1, 3, 32, 32)},
+        }
+        for method, values in given.items():
+            vectors, expected = (getattr(model, method)(**values).pooler_output for model in (adapted, merged))
+            torch.testing.assert_close(vectors, expected)
 
 
 def test_pictures_are_mined_from_a_corpus(ranks, inputs, tmp_path):

@@ -16,7 +16,7 @@ from embedtrain.config.compose import load_recipe, to_plain
 from embedtrain.config.evaluation import Backend
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import matryoshka_dims_of
-from embedtrain.config.recipe import LOGIT_SCORE, ONNX, ExportConfig, Recipe
+from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ONNX, ExportConfig, Recipe
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World, joined_world
@@ -146,6 +146,8 @@ def export_checkpoint(
     base: ModelSource | None = None
     if ONNX in config.formats:
         require_graph(source)
+    if ADAPTER in config.formats:
+        source.kind.check_other_options(replace(recipe, export=config))
     if LOGIT_SCORE in config.formats:
         base = open_model_source(recipe.model)
         base.kind.files.require_logit_score(base, run_dir.architecture)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from embedtrain.config.kinds import Kind
 from embedtrain.config.validation import model_option, tower_options_named
-from embedtrain.kinds.image_text.options import TOWERS, ImageTextOptions, check_export_options, check_image_text
+from embedtrain.kinds.image_text.options import (
+    TOWERS,
+    ImageTextOptions,
+    check_adapter_alone,
+    check_export_options,
+    check_image_text,
+)
 from embedtrain.models.file_references import read_json
 
 if TYPE_CHECKING:
@@ -73,6 +79,8 @@ class ImageText(Kind):
     def check_other_options(self, recipe: "Recipe") -> None:
         """Formats of exports."""
         check_export_options(recipe.export, "export.")
+        if isinstance(recipe.model, ImageTextOptions):
+            check_adapter_alone(recipe.model, recipe.export)
 
     def recognise(self, directory: Path) -> str | None:
         """By the type of model in config.json."""

@@ -4,7 +4,7 @@ Settings of padding are written for every library, because the vector of a text 
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -139,24 +139,20 @@ class ImageTextFiles(ModelFiles):
 
     def of_transformers(self, directory: Path, source: ModelSource) -> Tensor:
         """The same by the class, its tokenizer and its image processor; lengths are set to 1 here."""
-        model, tokenizer = open_checked(AutoModel, directory, source), open_tokenizer(directory, source)
-        try:
-            processor = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
-        except Exception as error:
-            raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
-        is_padded = tokenizer.model_input_names == ["input_ids"]
-        rows = []
-        with torch.no_grad():
-            for text in PROBES:
-                inputs = tokenizer(
-                    [text], padding="max_length" if is_padded else True, truncation=True, return_tensors="pt"
-                )
-                rows.append(model.eval().get_text_features(**inputs).pooler_output)
-            for image in probe_images(source.settings.processing):
-                inputs = processor(images=[image], return_tensors="pt")
-                rows.append(model.get_image_features(**inputs).pooler_output)
-        vectors = torch.cat(rows).float()
-        return F.normalize(vectors, dim=-1) if source.vectors.normalize else vectors
+        return _by_class(open_checked(AutoModel, directory, source), directory, source)
+
+    def of_peft(
+        self,
+        base: ModelSource,
+        weights: Mapping[str, Tensor],
+        attach: Callable[[torch.nn.Module], torch.nn.Module],
+        source: ModelSource,
+    ) -> Tensor:
+        """The same by the class, with adapters in both towers."""
+        model = AutoModel.from_config(base.config)
+        model.load_state_dict({stored_name(name): weight for name, weight in weights.items()})
+        assert source.directory is not None
+        return _by_class(attach(model), source.directory, source)
 
     def of_sentence_transformers(
         self, directory: Path, source: ModelSource, prompts: Mapping[str, str], max_length: int
@@ -237,6 +233,28 @@ class _TracedTower(torch.nn.Module):
         values = dict(zip(self._names, tensors, strict=True))
         vectors: Tensor = getattr(self.model, self._method)(**values).pooler_output
         return vectors
+
+
+def _by_class(model: Any, directory: Path, source: ModelSource) -> Tensor:
+    """The vectors of `ImageTextFiles.probe` by transformers' class, whose tokenizer is in a directory."""
+    tokenizer = open_tokenizer(directory, source)
+    try:
+        processor = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
+    is_padded = tokenizer.model_input_names == ["input_ids"]
+    rows = []
+    with torch.no_grad():
+        for text in PROBES:
+            inputs = tokenizer(
+                [text], padding="max_length" if is_padded else True, truncation=True, return_tensors="pt"
+            )
+            rows.append(model.eval().get_text_features(**inputs).pooler_output)
+        for image in probe_images(source.settings.processing):
+            inputs = processor(images=[image], return_tensors="pt")
+            rows.append(model.get_image_features(**inputs).pooler_output)
+    vectors = torch.cat(rows).float()
+    return F.normalize(vectors, dim=-1) if source.vectors.normalize else vectors
 
 
 def probe_images(processing: ImageProcessing) -> "list[Image]":

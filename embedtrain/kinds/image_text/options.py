@@ -81,9 +81,20 @@ def check_image_text(model: ImageTextOptions) -> None:
 
 def check_export_options(export: ExportConfig, prefix: str = "") -> None:
     """Raise a ConfigError for formats of an export that have one tower; `prefix` precedes their names."""
-    for name in export.formats:
-        if name in (ADAPTER, OPENVINO):
+    if OPENVINO in export.formats:
+        raise ConfigError(
+            f"{prefix}formats={written(export.formats)}: {OPENVINO} has one tower, and model.kind=image_text has two; "
+            "leave it out"
+        )
+
+
+def check_adapter_alone(model: ImageTextOptions, export: ExportConfig) -> None:
+    """Raise a ConfigError for adapters that are not all that is trained, in a file of their own."""
+    if ADAPTER not in export.formats:
+        return
+    for name, value in (("text.path", model.text.path), ("lora.modules_to_save", model.lora.modules_to_save or None)):
+        if value is not None:
             raise ConfigError(
-                f"{prefix}formats={written(export.formats)}: {name} has one tower, and model.kind=image_text has two; "
-                "leave it out"
+                f"model.{name}={written(value)}: PEFT's adapter format cannot hold what is trained beside "
+                f"adapters; leave {ADAPTER} out of export.formats (the merged model has it)"
             )

@@ -58,6 +58,9 @@ OLD_MODULE = "sentence_transformers.models."
 BATCH_SIZE = 2
 
 
+OLD_CLIP = "CLIPModel"  # before version 5.4, the module of CLIP in a folder of its own, read as a Transformer
+
+
 class Module(NamedTuple):
     """A module of a sentence-transformers directory."""
 
@@ -304,9 +307,9 @@ def read_directory_modules(directory: Path, found: Sequence[Module] | None = Non
     """
     modules = DirectoryModules(transformer=directory)
     for kind, part, full_name in routed_modules(directory) if found is None else found:
-        modules.kinds.append(kind)
+        modules.kinds.append("Transformer" if kind == OLD_CLIP else kind)
         match kind:
-            case "Transformer" | "MLMTransformer":
+            case "Transformer" | "MLMTransformer" | "CLIPModel":
                 modules.transformer = part
             case "StaticEmbedding":
                 modules.transformer, modules.pooling = part, Pooling.mean

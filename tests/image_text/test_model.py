@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -27,6 +27,7 @@ from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, ModelError
 from embedtrain.formats.source import open_model_source
+from embedtrain.formats.verify import probe_outputs
 from embedtrain.formats.weights import write_architecture
 from embedtrain.inference.loading.load import model_tokenizer
 from embedtrain.kinds.image_text.options import ImageTextTower, check_adapter_alone
@@ -106,6 +107,22 @@ def test_vectors_are_those_of_the_class(folder, name):
     shapes = {name: tensor.shape for name, tensor in build_encoder(source).state_dict().items()}
     located = locate_weights(source, shapes)
     assert located is None if name == "pair" else located.keys() == shapes.keys(), "ViT's files have older names"
+
+
+def test_the_old_module_of_sentence_transformers(folder, tmp_path):
+    """CLIPModel in a folder of its own, with weights in a pickle: vectors as sentence-transformers computes them."""
+    shutil.copytree(folder / "clip", tmp_path / "0_CLIPModel")
+    weights = tmp_path / "0_CLIPModel" / "model.safetensors"
+    torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.unlink()
+    module = {"idx": 0, "name": "0", "path": "0_CLIPModel", "type": "sentence_transformers.models.CLIPModel"}
+    (tmp_path / "modules.json").write_text(json.dumps([module]))
+    assert kind_of_files(tmp_path)[0].name == "image_text"
+    source, encoder, tokenizer = opened(tmp_path)
+    expected = source.kind.files.of_sentence_transformers(tmp_path, source, {}, 16)
+    torch.testing.assert_close(probe_outputs(encoder, source, tokenizer), expected, atol=1e-5, rtol=0)
+    with pytest.raises(ConfigError, match=r"model\.kind=dense: .*write model\.kind=image_text"):
+        open_model_source(model_options("dense", path=str(tmp_path), pooling="mean"))
 
 
 def test_directories_of_earlier_years(folder, tmp_path):

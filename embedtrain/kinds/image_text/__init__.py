@@ -83,8 +83,8 @@ class ImageText(Kind):
             check_adapter_alone(recipe.model, recipe.export)
 
     def recognise(self, directory: Path) -> str | None:
-        """By the type of model in config.json."""
-        path = directory / "config.json"
+        """By the type of model in config.json, which may be in the folder of an old module."""
+        path = _folder(directory) / "config.json"
         kind = read_json(path).get("model_type") if path.is_file() else None
         is_known = kind in ("clip", "siglip", "siglip2", "vision-text-dual-encoder")
         return f"a model of texts and pictures ({kind})" if is_known else None
@@ -187,6 +187,13 @@ class ImageText(Kind):
         from embedtrain.kinds.image_text.files import ImageTextFiles
 
         return ImageTextFiles()
+
+
+def _folder(directory: Path) -> Path:
+    from embedtrain.formats.sentence_transformers import OLD_CLIP, read_modules
+
+    modules = read_modules(directory) if (directory / "modules.json").is_file() else []
+    return modules[0].path if modules and modules[0].kind == OLD_CLIP else directory
 
 
 def _has_projections(config: "PretrainedConfig") -> bool:

@@ -17,7 +17,7 @@ from embedtrain.inference.store import MAX_DEVICE_FRACTION, TILE, dtype_of
 from embedtrain.inference.vectors import scanned_candidates
 from embedtrain.planning.memory import ClusterSpec, encoding_memory
 from embedtrain.planning.model_costs import ModelSpec
-from embedtrain.planning.traffic import HOST_BANDWIDTH, Ring, padded_token_flops
+from embedtrain.planning.traffic import HOST_BANDWIDTH, Ring
 
 _FP32 = 4
 _TOKEN = 5  # bytes of a token: its id and its flags
@@ -189,7 +189,9 @@ def _traffic(
     queries = everyone.fraction * _FP32 * work.queries * model.dimension
     results = everyone.fraction * 2 * 8 * work.queries * work.top_k
 
-    compute = tokens * padded_token_flops(model, work.tokens_per_text)[0] / cluster.flops
+    flops = work.documents * model.weights.document.of(work.tokens_per_text)[0]
+    flops += work.queries * model.weights.query.of(work.tokens_per_query)[0]
+    compute = flops / ranks / cluster.flops
     # Tokens that are not kept are created again by a thread.
     again = 0.0 if _kept_tokens(local, work) else tokens / work.tokens_per_second
     gathers = shards.seconds(weights, passes * len(model.weights.groups))

@@ -84,6 +84,22 @@ class VisionFamily(ABC):
         config = self.vision_config
         return [(int(getattr(config, "depth", None) or config.num_hidden_layers), None)]
 
+    @property
+    def grid_patches(self) -> int | None:
+        """Patches of every grid; None: any number."""
+        return None
+
+    def pixel_shape(self, grids: NDArray[np.int64]) -> tuple[int, ...]:
+        """The shape of what the tower takes of grids, int64 [P, 2]."""
+        config, side = self.vision_config, self.vision_config.image_size
+        return len(grids), getattr(config, "num_channels", 3), side, side
+
+    @property
+    def cost_per_token(self) -> float:
+        """What the tower computes of a token of the smallest picture, in tokens of the language model."""
+        patches = int(np.prod(self.dummy_grid))
+        return float(self.costs(np.array([patches]))[0]) * self.merge**2 / patches
+
     def costs(self, patches: NDArray[np.int64]) -> NDArray[np.float64]:
         """What the tower computes of pictures with these patches, [P], in tokens of the language model, [P].
 
@@ -203,6 +219,12 @@ class QwenVision(VisionFamily):
             "cu_seqlens": Packing.of(counts, counts),
         }
 
+    def pixel_shape(self, grids: NDArray[np.int64]) -> tuple[int, ...]:
+        """The values of each patch."""
+        config = self.vision_config
+        channels = getattr(config, "in_channels", 3)
+        return int(grids.prod(axis=1).sum()), channels * config.temporal_patch_size * config.patch_size**2
+
     def patches_per_side(self, config: PretrainedConfig) -> int:
         """Those of the merger."""
         return int(config.vision_config.spatial_merge_size)
@@ -281,6 +303,11 @@ class TileVision(VisionFamily):
         return int(config.pixel_shuffle_factor if hasattr(config, "pixel_shuffle_factor") else config.scale_factor)
 
     @property
+    def grid_patches(self) -> int:
+        """Those of a tile."""
+        return int(np.prod(self.dummy_grid))
+
+    @property
     def dummy_grid(self) -> tuple[int, int]:
         """A whole tile."""
         return (self.vision_config.image_size // self.vision_config.patch_size,) * 2
@@ -321,6 +348,11 @@ class PaliGemmaVision(VisionFamily):
     def patches_per_side(self, config: PretrainedConfig) -> int:
         """A token has one patch."""
         return 1
+
+    @property
+    def grid_patches(self) -> int:
+        """Those of a picture."""
+        return int(np.prod(self.dummy_grid))
 
     @property
     def dummy_grid(self) -> tuple[int, int]:

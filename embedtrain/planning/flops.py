@@ -90,11 +90,12 @@ def model_flops(encoder: Encoder) -> ModelFlops:
         matmul_elements=sum(weight.numel() for weight in weights) + quantized,
         trained=sum(weight.numel() for weight in weights if weight.requires_grad),
         attention=_attention(encoder.backbone.config, None if encoder.vision is None else encoder.vision.is_causal),
-        vision=_vision_flops(encoder) if in_vision else None,
+        vision=vision_flops(encoder) if in_vision else None,
     )
 
 
-def _vision_flops(encoder: Encoder) -> ModelFlops:
+def vision_flops(encoder: Encoder) -> ModelFlops:
+    """FLOPs of a vision tower, by patches."""
     family = encoder.vision
     assert family is not None
     embeddings = {id(p) for p in lookup_weights(encoder)}

@@ -99,6 +99,12 @@ class StepWorkload:
     loss: LossConfig = field(default_factory=InfoNCEConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    picture_cost: float = 1.0  # what a token counts in `chunk_tokens` and `activation_tokens`
+
+    @property
+    def cost_per_text(self) -> int:
+        """What a text counts in `chunk_tokens`."""
+        return math.ceil(self.tokens_per_text * self.picture_cost)
 
     @property
     def num_layers(self) -> int:
@@ -139,20 +145,20 @@ class StepWorkload:
     def per_rank(self, ranks: int) -> "RankWorkload":
         """One rank's part of a global batch."""
         texts = -(-self.rows * self.texts_per_row // ranks)
-        texts_per_chunk = max(1, self.chunk_tokens // self.tokens_per_text)
+        texts_per_chunk = max(1, self.chunk_tokens // self.cost_per_text)
         chunks = max(1, -(-texts // texts_per_chunk))
         # A text longer than a chunk is a chunk of its own.
-        tokens = min(texts, texts_per_chunk) * self.tokens_per_text
-        all_tokens = texts * self.tokens_per_text
+        in_chunk = min(texts, texts_per_chunk)
+        all_costs = texts * self.cost_per_text
         activation_tokens = self.chunk_tokens if self.activation_tokens is None else self.activation_tokens
         # The last chunk is smaller than the others where they do not divide the texts.
-        cached = chunks if activation_tokens >= all_tokens else activation_tokens // tokens
+        cached = chunks if activation_tokens >= all_costs else activation_tokens // (in_chunk * self.cost_per_text)
         return RankWorkload(
             texts=texts,
             chunks=chunks,
             num_cached_graphs=min(chunks, cached),
-            tokens=tokens,
-            all_tokens=all_tokens,
+            tokens=in_chunk * self.tokens_per_text,
+            all_tokens=texts * self.tokens_per_text,
         )
 
 
@@ -312,7 +318,7 @@ def encoding_memory(model: ModelSpec, layout: ParallelLayout, tokens: int) -> Me
     return MemoryUse(
         parameters=_parameters(model, layout),
         gathered=_gathered(model, layout),
-        activations=model.activations(False).no_grad * tokens,
+        activations=model.activations(False).no_grad * tokens / model.weights.picture_cost,
         phase="encoding",
     )
 
@@ -331,7 +337,7 @@ def fit_activation_tokens(
     Chunks with cached graphs are not encoded twice, which saves up to a quarter of the arithmetic of a step. The
     gradients are the same. `free` is the number of bytes that are still available on the rank's device.
     """
-    maximum = work.per_rank(cluster.ranks).texts * work.tokens_per_text
+    maximum = work.per_rank(cluster.ranks).texts * work.cost_per_text
     if work.activation_tokens is not None or maximum <= work.chunk_tokens:
         return work.chunk_tokens if work.activation_tokens is None else work.activation_tokens
     available = _CACHED_GRAPHS_FRACTION * min(free, cluster.memory)
@@ -340,7 +346,7 @@ def fit_activation_tokens(
     for spec in (model.bounded(), model):  # measured only if the upper bound does not suffice
         per_token = spec.activations(layout.activation_checkpointing).cached(len(spec.weights.blocks))
         used = step_memory(spec, layout, cluster, one_chunk, reduce_per_step=reduce_per_step).total
-        tokens = work.chunk_tokens + max(0, int((available - used) / per_token))
+        tokens = work.chunk_tokens + max(0, int((available - used) / per_token * work.picture_cost))
         if tokens >= maximum:
             return maximum
     return tokens

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # private names, checked on torch 2.15
@@ -25,7 +26,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from embedtrain.config.recipe import SELECTIVE, Precision, Recipe
-from embedtrain.data.types import Chunk
+from embedtrain.data.types import Chunk, Packing
 from embedtrain.distributed.block_compute import changes_kept_results, recompute_activations, use_fp8
 from embedtrain.distributed.sharding import large_embedding
 from embedtrain.formats.hub import download_configuration
@@ -38,7 +39,7 @@ from embedtrain.models.encoder import Encoder, hidden_size
 from embedtrain.models.fused_kernels import Kernels, fuse
 from embedtrain.models.stored_weights import stored_dtype
 from embedtrain.models.types import ModelSource
-from embedtrain.planning.flops import lookup_weights
+from embedtrain.planning.flops import lookup_weights, token_flops, vision_flops
 
 # Tokens of the measured pass. They cost nothing on the meta device, and make constant sizes (the gradient of a weight)
 # negligible.
@@ -46,6 +47,10 @@ _TOKENS = 1 << 17
 _MASTER_BYTES = 4  # of an element of a trained weight, which is fp32
 _PADDED = "embedtrain_padded_shapes"
 _PACKED_ON_GPU, _PACKED_ON_CPU = "embedtrain_packed_shapes_on_gpu", "embedtrain_packed_shapes_on_cpu"
+# Of a vision tower with pictures of any number of patches: see `VISION_ATTENTION` in `models/vision_language.py`.
+_VISION_ON_GPU, _VISION_ON_CPU = "embedtrain_flash_shapes_on_gpu", "embedtrain_flash_shapes_on_cpu"
+# Of the measured pass of a vision tower: patches along each side of a picture, and of all.
+_GRID, _PATCHES = 64, 1 << 15
 # Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): without attention matrices
 # a block saves 34 bytes per token and hidden unit in 16 bits.
 _RULE_OF_THUMB = 34 / 2
@@ -337,6 +342,8 @@ _KERNEL_SHAPES = Kernels(
 AttentionInterface.register(_PADDED, _padded)
 AttentionInterface.register(_PACKED_ON_GPU, _packed_on_gpu)
 AttentionInterface.register(_PACKED_ON_CPU, _packed_on_cpu)
+AttentionInterface.register(_VISION_ON_GPU, _packed_on_gpu)
+AttentionInterface.register(_VISION_ON_CPU, _packed_on_cpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,15 +380,33 @@ class ParameterShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ItemFlops:
+    """FLOPs of a token of an item of L tokens, with padding and attention to all tokens: `x[0] + x[1] * L`."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    max_tokens: int | None = None  # of an item; None: any number
+
+    def of(self, tokens: int) -> tuple[float, float]:
+        """FLOPs of the forward and of the backward pass of an item of so many tokens."""
+        length = min(tokens, self.max_tokens or tokens)
+        forward, backward = (length * (of[0] + of[1] * length) for of in (self.forward, self.backward))
+        return forward, backward
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSpec:
     """The weights of a model."""
 
     blocks: tuple[ParameterGroup, ...]
     root: ParameterGroup  # weights outside the blocks and `embedding`
     embedding: ParameterGroup  # the vocabulary's, if it is large enough to be a separate group
-    lookup_elements: int  # of embeddings, which are looked up instead of multiplied
+    query: ItemFlops  # of the tower that encodes queries, which are texts
+    document: ItemFlops  # of the tower that encodes documents, which are pictures if the model reads them
     frozen_by_dtype: dict[str, int]  # bytes, by name of the type
     buffers: int  # bytes, which every rank holds
+    # What a token of a picture counts in `train.chunk_tokens`, at least.
+    picture_cost: float
     shapes: Mapping["ParameterShape", int]  # number of parameters of each shape
 
     @property
@@ -479,15 +504,20 @@ def model_spec(
         own = {id(part) for part in tower.modules()}
         towers[tower] = [block for block in blocks if id(block) in own]
     hidden, dtype = max(hidden_size(tower.backbone.config) for tower in towers), compute_dtype(precision)
-    lookups = (weight.numel() for tower in towers for weight in lookup_weights(tower))
+    in_vision = {id(part) for tower in towers for module in tower.vision_modules for part in module.modules()}
+    flops = [
+        item_flops(tower, sum(id(block) not in in_vision for block in of_tower)) for tower, of_tower in towers.items()
+    ]
     buffers = sum(buffer.nbytes for buffer in encoder.buffers())
     weights = WeightSpec(
         blocks=tuple(_group(block.parameters()) for block in blocks),
         root=_group(p for p in encoder.parameters() if id(p) not in grouped),
         embedding=_group(separate),
-        lookup_elements=sum(lookups),
+        query=flops[0],
+        document=flops[-1] if len(towers) > 1 or encoder.vision is None else with_vision(flops[0], encoder),
         frozen_by_dtype=dict(frozen),
         buffers=buffers + sum(layer.num_bytes for _, layer in four_bit_layers(encoder)),
+        picture_cost=1.0 if encoder.vision is None else 1.0 + encoder.vision.cost_per_token,
         shapes=Counter(_shape(p, in_block=id(p) in of_blocks) for p in encoder.parameters()),
     )
 
@@ -506,7 +536,7 @@ def model_spec(
                     packed=packed,
                     fused=fused,
                 )
-                measured.append(_with_pictures(tower, blocks_of_tower, of_blocks, dtype, recompute=recompute))
+                measured.append(_with_pictures(tower, blocks_of_tower, of_blocks, dtype, recompute=recompute, gpu=gpu))
             return measured[0] if len(measured) == 1 else _largest(measured, list(map(len, towers.values())))
         except Exception as error:  # a model's own code may do anything with tensors that have no content
             return error
@@ -529,6 +559,45 @@ def model_spec(
     )
 
 
+def item_flops(tower: Encoder, num_blocks: int) -> ItemFlops:
+    """FLOPs of the tokens of a tower with so many blocks, without those of a vision tower."""
+    apart = {id(weight) for module in tower.vision_modules for weight in module.parameters()}
+    apart |= {id(weight) for weight in lookup_weights(tower)}
+    weights = [weight for weight in tower.parameters() if id(weight) not in apart]
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    forward, backward = token_flops(sum(weight.numel() for weight in weights), trained, 0.0)
+    attention = 4.0 * num_blocks * hidden_size(tower.backbone.config)
+    # A frozen tower of two has no backward pass. A frozen language model has one, of what its vision tower computes.
+    runs_backward = trained > 0 or tower.vision is not None
+    return ItemFlops(
+        (forward, attention), (backward * runs_backward, 2.0 * attention * runs_backward), tower.max_tokens
+    )
+
+
+def with_vision(tokens: ItemFlops, encoder: Encoder) -> ItemFlops:
+    """FLOPs of an item that is one picture: those of its `tokens`, and of the patches that each of them stands for."""
+    family = encoder.vision
+    assert family is not None
+    patches, weights = family.merge**2, vision_flops(encoder)
+    forward, backward = token_flops(patches * weights.matmul_elements, patches * weights.trained, 0.0)
+    constant = slope = 0.0
+    for layers, reach in family.attention_layers:
+        seen = family.grid_patches if reach is None else reach
+        if seen is None:
+            slope += 4.0 * layers * family.width * patches**2
+        else:
+            constant += 4.0 * layers * family.width * patches * seen
+    is_trained = weights.trained > 0
+    return replace(
+        tokens,
+        forward=(tokens.forward[0] + forward + constant, tokens.forward[1] + slope),
+        backward=(
+            tokens.backward[0] + (backward + 2.0 * constant) * is_trained,
+            tokens.backward[1] + 2.0 * slope * is_trained,
+        ),
+    )
+
+
 def _with_pictures(
     encoder: Encoder,
     blocks: list[nn.Module],
@@ -536,30 +605,96 @@ def _with_pictures(
     dtype: torch.dtype,
     *,
     recompute: bool | str,
+    gpu: bool,
 ) -> Activations:
     """What `measure` returns of the blocks that compute tokens, with a vision tower that computes their rows.
 
-    A chunk may have rows of pictures alone. Its tower is not measured: its code needs the sizes of pictures, and no
-    number of patches is known before the data is read.
+    Per token of the chunk that needs the most: one of pictures alone, or one of texts alone.
     """
     family = encoder.vision
     if family is None:
         return measure(blocks)
     in_vision = {id(part) for module in encoder.vision_modules for part in module.modules()}
-    of_tokens = measure([block for block in blocks if id(block) not in in_vision])
-    number, patches = sum(id(block) in in_vision for block in blocks), family.merge**2
-    patch = rule_of_thumb(family.width, dtype, recompute=recompute)
+    of_language = [block for block in blocks if id(block) not in in_vision]
+    of_vision = [block for block in blocks if id(block) in in_vision]
+    # Other blocks of the tower, such as those that merge rows of inner layers, are few.
+    kind = Counter(map(type, of_vision)).most_common(1)[0][0]
+    layers, others = ([block for block in of_vision if (type(block) is kind) is is_layer] for is_layer in (True, False))
+    tokens, patches, cost = measure(of_language), family.merge**2, 1.0 + family.cost_per_token
+    of_tokens = tokens.cached(len(of_language))
+    try:
+        patch = _measure_vision(encoder, layers, others, dtype=dtype, recompute=recompute, gpu=gpu)
+    except Exception:  # a model's own code may do anything with tensors that have no content
+        patch = rule_of_thumb(family.width, dtype, recompute=recompute)
     is_trained = any(weight.requires_grad for module in encoder.vision_modules for weight in module.parameters())
-    saved = patches * patch.cached(number) if is_trained else 0.0
-    total = of_tokens.cached(len(blocks) - number) + saved
+    total = of_tokens + patches * patch.cached(len(layers)) * is_trained
+    # A chunk of texts alone has `cost` times as many tokens as one of pictures alone.
+    texts = cost if cost * of_tokens > total else 1.0
+    in_pass = patch.forward if is_trained else patch.no_grad
     return Activations(
-        block=(total - of_tokens.rest) / max(1, len(blocks)),
-        rest=of_tokens.rest,
-        # A pass computes pictures before tokens.
-        forward=max(of_tokens.forward, patches * patch.forward),
-        backward=max(of_tokens.backward, patches * patch.backward * is_trained),
-        no_grad=max(of_tokens.no_grad, patches * patch.no_grad),
+        block=(max(total, texts * of_tokens) - tokens.rest) / max(1, len(blocks)),
+        rest=tokens.rest,
+        # A pass computes pictures before tokens, and their gradients after those of tokens.
+        forward=max(texts * tokens.forward, patches * in_pass - of_tokens),
+        backward=max(texts * tokens.backward, patches * patch.backward * is_trained - of_tokens),
+        no_grad=max(cost * tokens.no_grad, patches * patch.no_grad),
     )
+
+
+def _measure_vision(
+    encoder: Encoder,
+    layers: list[nn.Module],
+    others: list[nn.Module],
+    *,
+    dtype: torch.dtype,
+    recompute: bool | str,
+    gpu: bool,
+) -> Activations:
+    """`measure_activations` of a vision tower, per patch; `others` are blocks that are no layers."""
+    family = encoder.vision
+    assert family is not None
+    side = _GRID - _GRID % family.merge
+    grid = family.dummy_grid if family.grid_patches is not None else (side, side)
+    grids = np.array([grid] * max(1, _PATCHES // (grid[0] * grid[1])))
+    count, passes = int(grids.prod(axis=1).sum()), []
+    attention = _PACKED_ON_GPU if family.grid_patches is not None else _VISION_ON_GPU if gpu else _VISION_ON_CPU
+    for number in (1, 2):
+        with _first_blocks(encoder, layers, number):
+            part = copy.deepcopy(encoder)
+            included = {id(block) for block in (*layers[:number], *others)}
+            copied = [
+                copy for block, copy in zip(encoder.modules(), part.modules(), strict=True) if id(block) in included
+            ]
+        _prepare(part, dtype, attention, gpu=gpu)
+        if recompute:
+            recompute_activations(copied, recompute)
+        inputs = {name: _on_meta(value) for name, value in family.inputs(grids).items()}
+        existing = [value for value in inputs.values() if isinstance(value, Tensor)]
+        existing += [*part.parameters(), *part.buffers()]
+        with LiveBytes(existing) as live:
+            pixels = torch.empty(family.pixel_shape(grids), dtype=dtype, device="meta")
+            rows, deeper = family.features(part.backbone, pixels, inputs)
+            saved, forward = live.bytes, live.peak
+            live.peak = saved
+            if rows.requires_grad:
+                sum((of_layer.sum() for of_layer in deeper), rows.sum()).backward()
+            backward = live.peak
+        del rows, deeper, pixels
+        with torch.no_grad(), LiveBytes(existing) as live:
+            pixels = torch.empty(family.pixel_shape(grids), dtype=dtype, device="meta")
+            family.features(part.backbone, pixels, inputs)
+            no_grad = live.peak
+        del pixels
+        passes.append((saved, forward, backward, no_grad))
+    saved, forward, backward, no_grad = passes[-1]
+    block = saved - passes[0][0]
+    rest = max(0.0, passes[0][0] - block)
+    numbers = (block, rest, forward - saved, backward - saved, no_grad)
+    return Activations(*(number / count for number in numbers))
+
+
+def _on_meta(value: Tensor | Packing) -> Tensor | Packing:
+    return value.to("meta") if isinstance(value, Tensor) else value.map_tensors(lambda tensor: tensor.to("meta"))
 
 
 def _largest(activations: Sequence[Activations], num_blocks: Sequence[int]) -> Activations:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from embedtrain.config.losses import DistillSimilaritiesConfig, SimilarityMSEConfig
 from embedtrain.config.recipe import SELECTIVE
 from embedtrain.distributed.sharding import ParallelLayout
-from embedtrain.planning.flops import token_flops
 from embedtrain.planning.memory import ClusterSpec, StepWorkload
 from embedtrain.planning.model_costs import ModelSpec
 
@@ -89,7 +88,7 @@ def step_traffic(
     embeddings = _embeddings(model, everyone, work) * batches
 
     tokens = local.texts * work.tokens_per_text * batches
-    forward_flops, backward_flops = padded_token_flops(model, work.tokens_per_text)
+    forward_flops, backward_flops = padded_token_flops(model, work.tokens_per_text, work.texts_per_row)
     recomputed = forward_flops if layout.activation_checkpointing is True else 0.0
     scores_compute = batches * _scores_flops(model, work, cluster.ranks) / cluster.flops
     forward_compute = tokens * forward_flops * (local.chunks + reencoded) / local.chunks / cluster.flops
@@ -140,11 +139,17 @@ def _num_gathers(layout: ParallelLayout, chunks: int, cached: int, *, reduce_per
     return (1, 0) if reduce_per_step else (1 + reencoded - (cached == 0), max(0, cached - 1))
 
 
-def padded_token_flops(model: ModelSpec, tokens_per_text: int) -> tuple[float, float]:
-    """FLOPs of the forward and backward pass per token, with padding and full attention in all layers."""
-    matmul_elements = model.weights.parameters - model.weights.lookup_elements
-    attention = 4.0 * len(model.weights.blocks) * tokens_per_text * model.hidden
-    return token_flops(matmul_elements, min(matmul_elements, model.weights.trained), attention)
+def padded_token_flops(model: ModelSpec, tokens_per_text: int, texts_per_row: int) -> tuple[float, float]:
+    """FLOPs of the forward and backward pass per token, with padding and full attention in all layers.
+
+    The mean of the texts of a row, a query and its documents.
+    """
+    query, document = (of.of(tokens_per_text) for of in (model.weights.query, model.weights.document))
+    forward, backward = (
+        (of_query + (texts_per_row - 1) * of_document) / texts_per_row / tokens_per_text
+        for of_query, of_document in zip(query, document, strict=True)
+    )
+    return forward, backward
 
 
 def _recomputed_bytes(model: ModelSpec) -> float:

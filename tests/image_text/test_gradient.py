@@ -83,6 +83,7 @@ def rows_of(kind: str, folder: Path) -> GlobalBatch:
     if kind == "repeated":  # a picture of two captions, in two files of equal bytes, and a caption of two pictures
         captions = [text(0, 3), text(1, 4), text(2, 2), text(2, 2)]
         pictures = [picture_item(folder, seed) for seed in (0, 50, 1, 2)]
+        assert pictures[0] == pictures[1]
         return GlobalBatch(0, tuple(Example(c, Documents((p,))) for c, p in zip(captions, pictures, strict=True)))
     pairs = [(text(i, 1 + i), picture_item(folder, i)) for i in range(2 if kind == "few" else 5)]
     rows = [Example(caption, Documents((picture,))) for caption, picture in pairs]

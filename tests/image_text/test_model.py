@@ -295,6 +295,12 @@ def test_plans_know_the_vision_tower(folder):
     spec = model_spec(encoder, blocks, precision=Precision.fp32, tokens_per_text=16, gpu=False, packed=True)
     frozen = sum(weight.numel() for weight in encoder.image.parameters())
     assert spec.weights.trained == spec.weights.parameters - frozen > 0
+    # A text is computed by the one tower and a picture by the other, which has no backward pass here.
+    text, image = encoder.text, encoder.image
+    assert spec.weights.query.forward[0] + spec.weights.document.forward[0] < 2 * spec.weights.parameters
+    assert all(spec.weights.query.backward) and not any(spec.weights.document.backward)
+    assert (spec.weights.query.max_tokens, spec.weights.document.max_tokens) == (text.max_tokens, image.max_tokens)
+    assert spec.weights.document.of(16) == spec.weights.document.of(1000), "a picture has 16 patches"
     assert spec.activations(False) is not None and spec.allows_selective()
     larger = transformers.AutoConfig.from_pretrained(folder / "clip").to_dict()
     larger["vision_config"]["image_size"] = 64

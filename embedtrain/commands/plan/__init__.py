@@ -219,6 +219,7 @@ _TRAFFIC = {
     "all_reduce": "all-reduces over replicas",
     "embeddings": "embeddings",
 }
+_PICTURES = "documents are planned as pictures; a token of one counts {:.2f} in train.chunk_tokens, more if it is large"
 _UNKNOWN_ROWS = (
     "the rows are not here: their negatives are those that data.train asks for; texts_per_row=N counts a query, its "
     "positive and all negatives"
@@ -302,6 +303,7 @@ def _model(plan: "TrainingPlan") -> list[tuple[str, str]]:
             "batch",
             f"{work.rows:,} rows, {texts:,} {kind} of {work.tokens_per_text:,} tokens; {plan.local.texts:,} per GPU",
         ),
+        *([] if work.picture_cost == 1.0 else [("", _PICTURES.format(work.picture_cost))]),
         *([] if plan.knows_rows else [("", _UNKNOWN_ROWS)]),
     ]
 
@@ -329,7 +331,7 @@ def _durations(candidates: "list[LayoutCandidate]") -> list[list[str]]:
 
 def _chunks(plan: "TrainingPlan") -> list[tuple[str, str]]:
     local, largest, chunk = plan.local, plan.largest_chunk, plan.work.chunk_tokens
-    tokens = local.texts * plan.work.tokens_per_text  # of a GPU in a step
+    tokens = local.texts * plan.work.cost_per_text  # of a GPU in a step
     encoded_twice = ", the others are encoded twice" * (local.num_cached_graphs < local.chunks)
     chunks = f"{local.chunks:,} per step and GPU, memory for {local.num_cached_graphs:,} cached graphs{encoded_twice}"
     if chunk > tokens:

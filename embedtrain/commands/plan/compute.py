@@ -147,6 +147,7 @@ class TrainingPlan:
                 "rows": self.work.rows,
                 "texts_per_row": self.work.texts_per_row,
                 "tokens_per_text": self.work.tokens_per_text,
+                "picture_cost": self.work.picture_cost,
                 "chunk_tokens": self.work.chunk_tokens,
                 "activation_tokens": self.work.activation_tokens,
                 "per_rank": asdict(self.local),
@@ -232,6 +233,7 @@ def plan(recipe: Recipe, options: "PlanOptions", *, mined: Mapping[Path, int] | 
         parallel = replace(parallel, precision=model.precision)
     texts_per_row = options.texts_per_row or first_rows(recipe, mined or {})
     work = StepWorkload.of(recipe, tokens_per_text=length, texts_per_row=texts_per_row)
+    work = replace(work, picture_cost=model.weights.picture_cost)
     choice = choose_layout(parallel, cluster, model, work, always_measure=True)
     assert choice.best is not None
     layout, reduce_per_step = choice.best.layout, choice.best.reduce_per_step
@@ -312,7 +314,7 @@ def largest_chunk(
     """
 
     def fits(texts: int) -> bool:
-        resized = replace(work, chunk_tokens=texts * work.tokens_per_text)
+        resized = replace(work, chunk_tokens=texts * work.cost_per_text)
         return step_memory(model, layout, cluster, resized, reduce_per_step=reduce_per_step).total <= cluster.usable
 
     if not fits(1):
@@ -321,7 +323,7 @@ def largest_chunk(
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low * work.tokens_per_text
+    return low * work.cost_per_text
 
 
 def changes(

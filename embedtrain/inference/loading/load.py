@@ -149,7 +149,8 @@ def load_model(
         fused, kernel_notes = _use_fused_kernels(blocks, parallel, world, compiles=compiles)
     with world.fail_together("planning the memory of the model"):
         costs = _model_spec(encoder, blocks, parallel, bound, world, packed=packed, fused=fused)
-        work = None if work is None else replace(work, tokens_per_text=bound.longest_text)
+        if work is not None:
+            work = replace(work, tokens_per_text=bound.longest_text, picture_cost=costs.weights.picture_cost)
         choice, activation_tokens = _choose_layout(parallel, machines, costs, work, free)
         layout = choice.layout
         if layout.strategy is not Strategy.ddp and not blocks:

@@ -125,6 +125,7 @@ class ImageTower(Encoder):
     def __init__(self, backbone: PreTrainedModel, head: Head, processing: ImageProcessing) -> None:
         super().__init__(backbone, head)
         self.decoded_bytes = processing.bytes_per_patch
+        self.max_tokens = int(processing.most_patches)
         self.processing = processing
         if isinstance(processing, NaFlex):
             _use_known_grids(backbone)

@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.command_line import quote_value
 from embedtrain.config.command_options import (
     ChunkOptions,
+    CorpusOptions,
     IndexOptions,
     KindOptions,
     ModelOptions,
@@ -22,7 +23,7 @@ from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import VectorFormat, check_index
 from embedtrain.config.kind_settings import check_hybrid_weights
 from embedtrain.config.options import option
-from embedtrain.config.parsing import parse_vector_format
+from embedtrain.config.parsing import parse_corpus, parse_vector_format
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import ConfigError, DataError
@@ -56,14 +57,13 @@ class SearchOptions(
     IndexOptions,
     RerankOptions,
     SimilarityOptions,
+    CorpusOptions,
     PoolingOptions,
     KindOptions,
     ModelOptions,
 ):
     """Options of `python -m embedtrain search`."""
 
-    # BEIR folder, file of documents, training rows, whose documents are searched, or folder of pictures
-    corpus: str = ""
     query: str | None = None  # default: queries are read from the keyboard, or line by line from a pipe
     # a file with a picture to search with, for models that read pictures; before the query
     image: str | None = option(None, is_input=True)
@@ -86,6 +86,8 @@ def compose(arguments: list[str]) -> SearchOptions:
         "corpus",
         "is missing; write a BEIR directory, a file of documents or training rows, or a folder of pictures",
     )
+    check.require(len(corpus := parse_corpus(options.corpus)) == 1, "corpus", "is several; one is searched")
+    (options.corpus,) = corpus
     check_index(options.index, "index.", stores_vectors=options.vectors_dir is not None)
     check_hybrid_weights(options.hybrid_weights, check)
     if options.vectors is not None:
@@ -107,7 +109,8 @@ _MAX_QUERY = 100_000  # characters; more is not text that somebody wrote, such a
 def require_paths(options: SearchOptions) -> None:
     """Raise a ConfigError for a path that does not exist."""
     require_models(model=options.model, reranker=options.reranker and options.reranker.path)
-    require_sources((), [str(expand_user(options.corpus).absolute())])  # it cannot be an id on the Hub
+    path = str(expand_user(options.corpus.path).absolute())  # it cannot be an id on the Hub
+    require_sources((), [replace(options.corpus, path=path)])
     if options.image is not None and not expand_user(options.image).is_file():
         raise ConfigError(f"image={options.image}: there is no such file")
 
@@ -124,7 +127,7 @@ def run(options: SearchOptions) -> None:
     from embedtrain.tracking.console import Console
 
     image = _picture(options.image) if options.image is not None else ""
-    corpus = read_any_corpus(expand_user(options.corpus))
+    corpus = read_any_corpus(expand_user(options.corpus.path), pictures=options.corpus)
     ids, texts = corpus.ids, corpus.texts
     console = Console()
     with joined_world() as world:

@@ -1,4 +1,4 @@
-"""`columns` of a training source or an evaluation set, in order or by role, and conditions on columns (`where`)."""
+"""Where data is, and its columns: `columns` in order or by role, those of pictures, and conditions (`where`)."""
 
 import operator
 import re
@@ -6,7 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from embedtrain.config.options import option
 from embedtrain.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class DataPath:
+    """Documents, an element of `corpus` (a string is its `path`)."""
+
+    path: str = option(is_input=True)  # BEIR directory, corpus file, table, or Hub id (ID@REVISION)
+    # the folder of pictures that rows or their corpus name; default: that of the file that names them
+    image_dir: str | None = option(None, is_input=True)
+    # Columns, and keys of objects in rows, that hold pictures: names of files, or bytes. Default: by their names.
+    image_columns: list[str] | None = None
+
 
 # What a column may be named as, in the order of the texts of a row. `text` and `sentence1` are the query of rows of one
 # text and of pairs of sentences.

@@ -9,6 +9,7 @@ from typing import Any
 
 from embedtrain.config.checks import check_model
 from embedtrain.config.code import code_option
+from embedtrain.config.columns import DataPath
 from embedtrain.config.evaluation import Backend, EvaluationSet, IndexConfig, Unshard
 from embedtrain.config.kinds import KINDS, kind_of_pairs
 from embedtrain.config.losses import VectorSimilarity
@@ -190,10 +191,11 @@ class InstructionOptions:
 
 @dataclass(kw_only=True)
 class CorpusOptions:
-    """Documents besides those of rows."""
+    """Documents, besides those of rows if there are any."""
 
-    # Further documents, one path or a list: BEIR directories, corpus files, tables, Hub ids (ID@REVISION).
-    corpus: Any = option(None, is_input=True)
+    # Further documents: list of DataPath, or of paths; or one path. BEIR directories, corpus files, tables, Hub ids
+    # (ID@REVISION). Of search one: a BEIR folder, documents, training rows or a folder of pictures.
+    corpus: Any = option(None, is_input=True, items=DataPath)
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.code import code_option
+from embedtrain.config.columns import DataPath
 from embedtrain.config.options import LENGTH, Effect, check_values, declare, option
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
@@ -141,7 +142,7 @@ def check_index(index: IndexConfig, prefix: str, *, stores_vectors: bool) -> Non
 
 
 @dataclass(kw_only=True)
-class EvaluationSet:
+class EvaluationSet(DataPath):
     """One evaluation set, an element of `evaluation.sets` (a string is its `path`)."""
 
     path: str = option(is_input=True)  # BEIR directory, table, directory of tables, or Hub id

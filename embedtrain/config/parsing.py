@@ -11,6 +11,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from embedtrain.config.columns import DataPath
 from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, VectorFormat, check_vector_format
 from embedtrain.config.hydra_files import GROUPS, choices
 from embedtrain.config.kind_settings import HeadConfig
@@ -83,6 +84,14 @@ def parse_sources(value: Any, option: str, loss: LossConfig) -> list[TrainSource
         if source.loss is not None:
             source.loss = _parse_source_loss(source.loss, loss, f"{option}[{index}].loss")
     return sources
+
+
+def parse_corpus(value: Any, option: str = "corpus") -> list[DataPath]:
+    """Files of documents, as `parse_items`; none for no value."""
+    corpus = parse_items([] if value is None else value, DataPath, option)
+    if not all(each.path for each in corpus):
+        raise ConfigError(f"{option}={value!r}: a path is empty")
+    return corpus
 
 
 def parse_losses(elements: list[Any], option: str) -> list[LossConfig]:

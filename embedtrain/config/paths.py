@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from embedtrain.config.columns import DataPath
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.recipe import Recipe, TrainSource
 from embedtrain.config.validation import is_expected
@@ -50,11 +51,11 @@ def require_models(**paths: str | None) -> None:
             raise ModelError(f"{option}={path}: is the directory of a run, not of a model; {advice}")
 
 
-def require_sources(sources: Sequence[TrainSource], corpus: Sequence[str] = ()) -> None:
+def require_sources(sources: Sequence[TrainSource], corpus: Sequence[DataPath] = ()) -> None:
     """Raise a DataError for training rows or documents that do not exist."""
-    for path in (*(source.path for source in sources), *corpus):
-        if is_missing(path):
-            raise DataError(f"{path}: no such file or folder")
+    for source in (*sources, *corpus):
+        if is_missing(source.path):
+            raise DataError(f"{source.path}: no such file or folder")
 
 
 def require_sets(sets: Sequence[EvaluationSet]) -> None:

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from embedtrain.config.code import code_option
+from embedtrain.config.columns import DataPath
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.kind_settings import SparsityConfig
 from embedtrain.config.kinds import load_kind
@@ -300,7 +301,7 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
-class TrainSource:
+class TrainSource(DataPath):
     """One source of training rows, an element of `data.train` (a string is its `path`)."""
 
     # file, directory or glob, local or a URL (s3://, hf://, https://, ...), or Hub id
@@ -337,8 +338,6 @@ class TrainSource:
     # column with a number for each positive selects among a row's positives; a row with none selected is skipped.
     where: str | None = None
     backslash_escapes: bool = False  # CSV, TSV: a backslash escapes quotation marks, as Spark and MySQL write them
-    # the folder of pictures that rows or their corpus name; default: that of the file with the rows
-    image_dir: str | None = option(None, is_input=True)
 
 
 @dataclass(kw_only=True)

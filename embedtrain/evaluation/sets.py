@@ -220,7 +220,7 @@ def _read_folder(path: Path, config: EvaluationSet, name: str, cache: Cache) -> 
         _require_kind(config, path, "BEIR folder")
         if config.config is not None:
             raise ConfigError(f"config={config.config} is of Hub data sets, and {path} is a BEIR folder: leave it out")
-        return read_beir_folder(path, name, config.split, cache)
+        return read_beir_folder(path, name, config, cache)
     if not is_saved_dataset(path) and ((path / "README.md").is_file() or (path / "data").is_dir()):
         return _read_repository(str(path), config, name, cache)
     tables = tables_of_folder(path, config)

@@ -46,6 +46,11 @@ _UNFINISHED = ".part"
 _CHECKSUMS = ".checksums.json"  # of the files that a rank writes
 
 
+def _digest(reader: PartReader, part: SourcePart) -> list[Any]:
+    pictures = reader.pictures_version(part)  # that the file only names
+    return reader.digests(part) + ([] if pictures is None else [pictures])
+
+
 def mining_identity(
     options: RowSearchOptions,
     sources: Sequence[MiningSource],
@@ -67,7 +72,7 @@ def mining_identity(
     return {
         **identity,
         "data": {source.name: source.identity() for source in sources},
-        "corpus": [reader.digests(part) for part in corpus],
+        "corpus": [_digest(reader, part) for part in corpus],
         "model": model,
         "teacher": teacher,
     }

@@ -18,9 +18,10 @@ from embedtrain.config.command_options import (
 from embedtrain.config.evaluation import check_index
 from embedtrain.config.kind_settings import check_score_labels
 from embedtrain.config.options import LENGTH, option
+from embedtrain.config.parsing import parse_corpus
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import TrainSource
-from embedtrain.config.validation import OptionChecks, written
+from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
 
@@ -86,10 +87,7 @@ def check_row_search(options: RowSearchOptions) -> None:
         check_score_labels(options.teacher_score_labels, check, "teacher_score_labels")
     check.instruction_format()
     check_index(options.index, "index.", stores_vectors=True)
-    corpus = [options.corpus] if isinstance(options.corpus, str) else options.corpus or []
-    if not isinstance(corpus, list) or not all(isinstance(path, str) and path for path in corpus):
-        raise ConfigError(f"corpus={written(corpus)}: must be a path or a list of paths")
-    options.corpus = corpus
+    options.corpus = parse_corpus(options.corpus)
     check_train_sources(options.data, "data")
     for source in options.data:
         _check_source(source, options.output_dir)

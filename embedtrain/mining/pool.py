@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from embedtrain.config.columns import DataPath
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache, map_array, write_array
 from embedtrain.data.cache.document_store import MappedTexts, know_pictures
@@ -64,7 +65,6 @@ class MiningSource:
     store: RowStore
     document_parts: Sequence[SourcePart]  # the corpus that its rows refer to by id, if any; all of it is searched
     text_format: TextFormat
-    image_dir: str | None = None  # of pictures that the corpus names
 
     def format_query(self, row: Example) -> tuple[str, str]:
         """A row's query as the model sees it, and the prompt that it starts with."""
@@ -108,7 +108,6 @@ def read_mining_sources(options: RowSearchOptions, prompts: Mapping[str, str], c
             store=store,
             document_parts=find_parts(source).document_parts,
             text_format=TextFormat.of(source, default),
-            image_dir=source.image_dir,
         )
         for name, source, store in zip(_unique_names(sources), sources, stores, strict=True)
     ]
@@ -170,7 +169,7 @@ def all_documents(
             progress("collecting documents of rows", done, total)
     for number, source in enumerate(sources):
         for part in source.document_parts:
-            yield from _corpus_documents(part, number, progress, group_column, source.image_dir)
+            yield from _corpus_documents(part, number, progress, group_column)
     for part in corpus:
         yield from _corpus_documents(part, NO_SOURCE, progress, group_column)
 
@@ -180,14 +179,15 @@ def know_corpus_pictures(corpus: Sequence[SourcePart], cache: Cache) -> None:
     know_pictures([DocumentReader([part], part.name, ids_required=False) for part in corpus], cache)
 
 
-def corpus_parts(paths: Sequence[str]) -> list[SourcePart]:
+def corpus_parts(corpus: Sequence[DataPath]) -> list[SourcePart]:
     """The files that the option `corpus` refers to: the corpus of a BEIR folder, all tables of any other folder."""
     parts: list[SourcePart] = []
-    for path in paths:
-        corpus_files = sorted(expand_user(path).glob("corpus.*")) if expand_user(path).is_dir() else []
-        name, revision = split_revision(path)
+    for each in corpus:
+        folder = expand_user(each.path)
+        corpus_files = sorted(folder.glob("corpus.*")) if folder.is_dir() else []
+        name, revision = split_revision(each.path)
         source = TrainSource(path=str(corpus_files[0]) if corpus_files else name, revision=revision)
-        parts += resolve_parts(source, every_split=True)
+        parts += [part.with_pictures(each) for part in resolve_parts(source, every_split=True)]
     return parts
 
 
@@ -213,16 +213,12 @@ def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, Document
 
 
 def _corpus_documents(
-    part: SourcePart,
-    source: int,
-    progress: ProgressCallback,
-    group_column: str | None,
-    image_dir: str | None = None,
+    part: SourcePart, source: int, progress: ProgressCallback, group_column: str | None
 ) -> Iterator[DocumentBatch]:
     texts: list[str] = []
     ids: list[str] = []
     groups: list[str] = []
-    reader = DocumentReader([part], part.name, ids_required=False, image_dir=image_dir, group_column=group_column)
+    reader = DocumentReader([part], part.name, ids_required=False, group_column=group_column)
     for line, document in reader.documents(PartPiece(part)):
         if isinstance(document, BadRow):
             raise DataError(f"{part.location(line)}: {document}")

@@ -104,3 +104,23 @@ def test_pictures_with_labels(tmp_path):
         kind=SetKind.classification,
     )
     assert "other.jsonl:1: " in error and "picture_9.png" in error
+
+
+def test_pictures_in_another_folder_and_of_another_name(tmp_path):
+    """`image_dir` and `image_columns` of a set, which hold for all of its tables."""
+    items = [picture_item(tmp_path / "pages", seed) for seed in range(2)]
+    options = {"image_dir": str(tmp_path / "pages"), "image_columns": ["scan"]}
+    folder = beir(tmp_path / "set", {}, {}, "query-id\tcorpus-id\tscore\nq1\td1\t1\n")
+    jsonl(folder / "corpus.jsonl", [{"_id": "d1", "scan": "picture_0.png"}])
+    jsonl(folder / "queries.jsonl", [{"_id": "q1", "image": "picture_1.png"}])
+    data = read(folder, **options).data
+    assert (data.documents.texts, data.queries) == (items[:1], {"q1": items[1]})
+    rows = jsonl(tmp_path / "rows.jsonl", [{"caption": "a", "scan": "picture_0.png"}])
+    assert read(rows, **options).data.documents.texts == items[:1]
+    assert "image_columns: there is no 'page', only caption, scan" in error_of(rows, image_columns=["page"])
+    jsonl(tmp_path / "train.jsonl", [{"image": f"picture_{i}.png", "label": i} for i in range(2)])
+    test = jsonl(tmp_path / "test.jsonl", [{"image": f"picture_{i}.png", "label": i} for i in range(2)])
+    data = read(test, kind=SetKind.classification, image_dir=options["image_dir"]).data
+    assert (data.train_texts, data.texts) == (items, items)
+    outside = jsonl(tmp_path / "outside.jsonl", [{"caption": "a", "image": "../picture.png"}])
+    assert "outside of" in error_of(outside) and "image_dir" in error_of(outside)

@@ -3,6 +3,7 @@
 import pytest
 
 from embedtrain.commands.mine import compose as compose_mine
+from embedtrain.config.columns import DataPath
 from embedtrain.config.recipe import TrainSource
 from embedtrain.errors import ConfigError
 
@@ -13,7 +14,7 @@ def test_data_and_corpora_are_paths_or_lists():
     options = compose_mine(["model=m", "data=rows.jsonl", "output_dir=out", "corpus=pool.jsonl", "negatives=3"])
     assert [type(source) for source in options.data] == [TrainSource]
     assert options.data[0].path == "rows.jsonl"
-    assert options.corpus == ["pool.jsonl"]
+    assert options.corpus == [DataPath(path="pool.jsonl")]
     assert options.negatives == 3
     several = compose_mine([*GOOD[:1], "data=[a.jsonl,{path: b.jsonl, query_prompt: 'q: '}]", "output_dir=out"])
     assert [source.path for source in several.data] == ["a.jsonl", "b.jsonl"]
@@ -49,7 +50,7 @@ def test_data_and_corpora_are_paths_or_lists():
         ([*GOOD, "seed=-1"], "seed=-1: "),
         ([*GOOD, "timeout=0"], "timeout=0.0: "),
         ([*GOOD, "instruction_format=x"], "instruction_format=x: must have {instruction} and then {text}"),
-        ([*GOOD, "corpus={path: x}"], "corpus={'path': 'x'}: "),
+        ([*GOOD, "corpus={paths: x}"], "corpus[0] has no `path`"),
         ([*GOOD, "sampling=best"], "sampling"),
         ([*GOOD, "negative=4"], "unknown option negative, did you mean negatives?"),
         ([GOOD[0], GOOD[2], "data=[{path: a, name: b/c}]"], "data, a: name=b/c: "),

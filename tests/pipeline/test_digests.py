@@ -10,6 +10,7 @@ import pytest
 
 from embedtrain.commands.merge.options import PartWeights
 from embedtrain.config.code import UserOptions
+from embedtrain.config.columns import DataPath
 from embedtrain.config.command_options import RerankerConfig
 from embedtrain.config.commands import COMMANDS, WRITING
 from embedtrain.config.evaluation import EvaluationSet, VectorFormat
@@ -180,7 +181,8 @@ INPUT_OPTIONS = {
         "train.init_from",
     ),
     *(f"{rows}{option}" for rows in ("data", "data.train") for option in ("", ".path", ".documents", ".image_dir")),
-    *(f"{sets}{option}" for sets in SET_OPTIONS for option in ("", ".path", ".candidates", ".train")),
+    *(f"{sets}{option}" for sets in SET_OPTIONS for option in ("", ".path", ".candidates", ".train", ".image_dir")),
+    *("corpus.path", "corpus.image_dir"),
     *(f"{loss}.{option}" for loss in LOSS_OPTIONS for option in ("guide", "teacher", "teachers")),
 }
 # Options that hold texts and no inputs, by the last part of their names.
@@ -192,7 +194,7 @@ _TEXTS = {
     "kind", "pooling",
     # versions of inputs, and what is read of them
     "revision", "tokenizer_revision", "teacher_revision", "documents_revision", "qrels_revision", "subset",
-    "split", "columns", "where", "exclude_same",
+    "split", "columns", "image_columns", "where", "exclude_same",
     # texts that a model reads, and names of its parts
     "query_prompt", "document_prompt", "instruction_format", "item_template", "pair_template", "teacher_pair_template",
     "score_tokens",
@@ -210,6 +212,7 @@ _TEXTS = {
 _ELEMENTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("data", "data.train"), (TrainSource,)),
     **dict.fromkeys(SET_OPTIONS, (EvaluationSet,)),
+    "corpus": (DataPath,),
     **dict.fromkeys(LOSS_OPTIONS, tuple(LOSSES.values())),
     **dict.fromkeys(("vectors", "evaluation.vectors"), (VectorFormat,)),
     "reranker": (RerankerConfig,),

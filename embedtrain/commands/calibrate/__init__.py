@@ -24,6 +24,7 @@ from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.options import option
+from embedtrain.config.parsing import parse_corpus
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError, DataError
@@ -87,11 +88,6 @@ class CalibrateOptions(
     documents: int = option(10000, at_least=2)  # at most so many are encoded: a fixed sample
     ranges: list[int] = field(default_factory=list)  # also write ranges of so many first dimensions, as [256,128]
 
-    @property
-    def paths(self) -> list[str]:
-        """The elements of `data`."""
-        return [self.data] if isinstance(self.data, str) else list(self.data or [])
-
 
 def _check_use(options: CalibrateOptions) -> None:
     OptionChecks(options).require(
@@ -104,11 +100,9 @@ def compose(arguments: list[str]) -> CalibrateOptions:
     options = compose_command("calibrate", CalibrateOptions, arguments, HELP, _check_use)
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
-    check.require(
-        bool(options.paths) and all(isinstance(path, str) and path for path in options.paths),
-        "data",
-        "must be the path of a BEIR folder, of documents or of training rows, or a list of such paths",
-    )
+    options.data = parse_corpus(options.data, "data")
+    needed = "must be the path of a BEIR folder, of documents or of training rows, or a list of such paths"
+    check.require(bool(options.data), "data", needed)
     check.require(bool(options.output_dir), "output_dir", "is missing; write the new model directory")
     is_valid = min(options.ranges, default=1) >= 1 and len(set(options.ranges)) == len(options.ranges)
     check.require(is_valid, "ranges", "must be different numbers of dimensions above 0, such as [256,128]")
@@ -118,7 +112,8 @@ def compose(arguments: list[str]) -> CalibrateOptions:
 def require_paths(options: CalibrateOptions) -> None:
     """Raise a ConfigError for a path that does not exist."""
     require_models(model=options.model)
-    require_sources((), [str(expand_user(path).absolute()) for path in options.paths])
+    # No path can be an id on the Hub.
+    require_sources((), [replace(each, path=str(expand_user(each.path).absolute())) for each in options.data])
 
 
 def run(options: CalibrateOptions) -> Path:
@@ -241,13 +236,13 @@ def _sampled_texts(options: CalibrateOptions, world: "World") -> list[str]:
 
     texts: list[str] = []
     with world.fail_together("reading documents"):
-        for written in options.paths:
-            path = os.path.expanduser(written)
+        for written in options.data:
+            path = os.path.expanduser(written.path)
             matches = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.lexists(path) else [path]
             if not matches:
-                raise DataError(f"data={written}: no file has such a name")
+                raise DataError(f"data={written.path}: no file has such a name")
             for match in matches:
-                texts += read_any_corpus(Path(match)).texts
+                texts += read_any_corpus(Path(match), pictures=written).texts
     texts = list(dict.fromkeys(texts))
     return [texts[number] for number in sampled_rows(len(texts), options.documents).nonzero().flatten().tolist()]
 

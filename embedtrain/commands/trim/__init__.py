@@ -16,10 +16,9 @@ from embedtrain.config.compose import compose_command
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.options import option
-from embedtrain.config.parsing import parse_sources
+from embedtrain.config.parsing import parse_corpus, parse_sources
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.validation import OptionChecks
-from embedtrain.errors import ConfigError
 
 HELP = """embedtrain trim: a smaller vocabulary for a model
 
@@ -48,9 +47,7 @@ def compose(arguments: list[str]) -> TrimOptions:
     if options.kind is not None:
         load_kind(options.kind, "kind")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the smaller model")
-    options.corpus = [options.corpus] if isinstance(options.corpus, str) else options.corpus or []
-    if not isinstance(options.corpus, list) or not all(isinstance(path, str) and path for path in options.corpus):
-        raise ConfigError(f"corpus={options.corpus}: must be a path or a list of paths")
+    options.corpus = parse_corpus(options.corpus)
     if options.data:
         options.data = parse_sources(options.data, "data", InfoNCEConfig())
         check_train_sources(options.data, "data")

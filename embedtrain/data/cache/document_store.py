@@ -30,6 +30,7 @@ from embedtrain.data.cache.cache import (
 from embedtrain.data.images.files import PICTURES, TABLE, PictureTable, PictureWriter
 from embedtrain.data.rows import text_key
 from embedtrain.data.sources.part_reader import PartPiece
+from embedtrain.data.sources.pictures import picture_folder
 from embedtrain.data.sources.reader import DocumentReader, SourceReader, SourceVersion
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
@@ -86,7 +87,7 @@ def open_pictures(reader: SourceReader | DocumentReader, directory: Path) -> int
     table = directory / JOINED / TABLE
     if not table.is_dir():
         return 0
-    return len(PICTURES.add_table(table, [str(directory), *map(reader.picture_folder, reader.parts)]))
+    return len(PICTURES.add_table(table, [str(directory), *(picture_folder(part) or "" for part in reader.parts)]))
 
 
 def know_pictures(readers: Sequence[DocumentReader], cache: Cache) -> None:
@@ -99,7 +100,7 @@ def know_pictures(readers: Sequence[DocumentReader], cache: Cache) -> None:
 
 
 def _write_documents(reader: DocumentReader, piece: PartPiece, on_error: OnError, path: Path) -> None:
-    pictures = PictureWriter(path, 1 + reader.parts.index(piece.part), reader.picture_folder(piece.part))
+    pictures = PictureWriter(path, 1 + reader.parts.index(piece.part), picture_folder(piece.part))
     keys = array("q")
     pending: list[tuple[str, str, int]] = []
     characters = 0

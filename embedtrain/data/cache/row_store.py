@@ -43,6 +43,7 @@ from embedtrain.data.images.files import PictureTable, PictureWriter
 from embedtrain.data.rows import Documents, Example, RowLocation
 from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, RowLayout
 from embedtrain.data.sources.part_reader import PartPiece
+from embedtrain.data.sources.pictures import picture_folder
 from embedtrain.data.sources.reader import SourceReader, SourceVersion, open_sources
 from embedtrain.data.sources.resolve import source_names
 from embedtrain.data.sources.values import BadRow
@@ -320,7 +321,7 @@ def write_piece(
     """
     path.mkdir()
     part = reading.parts.index(piece.part)
-    pictures = PictureWriter(path, 1 + part, reading.picture_folder(piece.part))
+    pictures = PictureWriter(path, 1 + part, picture_folder(piece.part))
     rows, check, statistics = reading.rows(piece, layout, documents, pictures), RowCheck(reading.needs), RowStatistics()
     with _Writer(path) as writer:
         for line, read in rows:

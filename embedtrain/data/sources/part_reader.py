@@ -8,7 +8,7 @@ from typing import Any
 
 from embedtrain.data.sources.files import count_lines_before, file_digest, read_lines_between, splittable_size
 from embedtrain.data.sources.parts import PartKind, SourcePart
-from embedtrain.data.sources.pictures import PictureSink, RowPictures, picture_folder, pictures_version
+from embedtrain.data.sources.pictures import PictureSink, RowPictures, pictures_version
 from embedtrain.data.sources.retrieval import judged_rows
 from embedtrain.data.sources.table_rows import (
     arrow_rows,
@@ -20,9 +20,10 @@ from embedtrain.data.sources.table_rows import (
 )
 from embedtrain.data.sources.tar_rows import tar_rows
 from embedtrain.data.sources.text_rows import RawRow, delimited_rows, json_list_rows, json_rows, parse_json_row
-from embedtrain.data.sources.values import BadRow
+from embedtrain.data.sources.values import MAX_DEPTH, BadRow, list_names
 from embedtrain.errors import DataError
 
+KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
 _NUM_FIRST_ROWS = 16  # which tell what a column of names of files has
 
 
@@ -75,19 +76,11 @@ class RawLine:
 class PartReader:
     """Reads the parts of one source. Every method raises DataError where a part is gone or cannot be read.
 
-    `subset` and `split` are those of Hub data sets that have none; `image_dir` is the folder of pictures that rows
-    name.
+    `subset` and `split` are those of Hub data sets that have none.
     """
 
-    def __init__(
-        self,
-        *,
-        subset: str | None = None,
-        split: str = "train",
-        columns: list[str] | None = None,
-        image_dir: str | None = None,
-    ) -> None:
-        self._subset, self._split, self._columns, self._image_dir = subset, split, columns, image_dir
+    def __init__(self, *, subset: str | None = None, split: str = "train", columns: list[str] | None = None) -> None:
+        self._subset, self._split, self._columns = subset, split, columns
         self._datasets: dict[SourcePart, Any] = {}  # opened once, since that takes a second
 
     def split(self, part: SourcePart, piece_bytes: int) -> list[PartPiece]:
@@ -113,7 +106,7 @@ class PartReader:
 
         `sink` remembers the pictures that are used.
         """
-        pictures = RowPictures(piece.part, self._image_dir, sink, self._columns, partial(self._first_rows, piece.part))
+        pictures = RowPictures(piece.part, sink, self._columns, partial(self.first_rows, piece.part))
         if piece.part.kind is PartKind.beir:  # whose queries are read as items when they are joined
             read = partial(self._table_rows, sink=sink)
             yield from (RawLine(number, row) for number, row in judged_rows(piece.part, read))
@@ -124,24 +117,22 @@ class PartReader:
 
     def _table_rows(self, table: SourcePart, sink: PictureSink | None) -> Iterator[RawRow]:
         """The rows of a table of a BEIR folder with their pictures."""
-        pictures = RowPictures(table, self._image_dir, sink)
+        pictures = RowPictures(table, sink)
         for number, row in raw_rows(table, subset=self._subset, split=self._split):
             yield number, pictures.row(row) if isinstance(row, dict) else row
 
-    def picture_folder(self, part: SourcePart) -> str:
-        """The folder of pictures that rows of a part name; empty where there is none."""
-        return picture_folder(part, self._image_dir) or ""
-
     def pictures_version(self, part: SourcePart) -> object:
-        """`pictures_version` of the first rows of a part."""
+        """`pictures_version` of the first rows of a part, and the columns that are declared to have pictures."""
         part = part.tables[1] if part.tables else part  # the queries of a BEIR folder
-        pictures = RowPictures(part, self._image_dir, None, self._columns, partial(self._first_rows, part))
+        pictures = RowPictures(part, None, self._columns, partial(self.first_rows, part))
         try:
-            return pictures_version(pictures.row(row) for row in self._first_rows(part))
+            version = pictures_version(pictures.row(row) for row in self.first_rows(part))
         except DataError:  # reported where the rows are read
-            return None
+            version = None
+        return [version, *part.image_columns] if part.image_columns else version
 
-    def _first_rows(self, part: SourcePart) -> list[dict[str, Any]]:
+    def first_rows(self, part: SourcePart) -> list[dict[str, Any]]:
+        """The first rows of a part as they are stored, without those that are no objects."""
         rows = (line.row for line in islice(self._lines(PartPiece(part)), _NUM_FIRST_ROWS))
         return [row for row in rows if isinstance(row, dict)]
 
@@ -193,6 +184,26 @@ class PartReader:
         if part not in self._datasets:
             self._datasets[part] = open_dataset(part, self._subset, self._split)
         return self._datasets[part]
+
+
+def require_image_columns(reader: PartReader, parts: Sequence[SourcePart]) -> None:
+    """Raise a DataError for a column of `image_columns` that these tables, of the same rows, do not have.
+
+    Its pictures would be texts. Rows of JSON may have it later, unless none of the first ones has any.
+    """
+    declared = list(dict.fromkeys(column for part in parts for column in part.image_columns))
+    rows = [row for part in parts for row in reader.first_rows(part)] if declared else []
+    missing = [column for column in declared if not any(_has_key(row, column) for row in rows)]
+    if rows and missing and (len(missing) == len(declared) or parts[0].kind in KINDS_WITH_SCHEMA):
+        present = list_names(dict.fromkeys(name for row in rows for name in row))
+        raise DataError(f"{parts[0].name}: image_columns: there is no {missing[0]!r}, only {present}")
+
+
+def _has_key(value: Any, key: str, depth: int = 0) -> bool:
+    if depth == MAX_DEPTH or not isinstance(value, dict | list):
+        return False
+    elements = value.values() if isinstance(value, dict) else value
+    return (isinstance(value, dict) and key in value) or any(_has_key(each, key, depth + 1) for each in elements)
 
 
 def _starts(sizes: Sequence[tuple[int, int]], piece_bytes: int) -> list[int]:

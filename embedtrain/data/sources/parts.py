@@ -3,11 +3,12 @@
 import glob
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from embedtrain.config.columns import DataPath
 from embedtrain.data.sources.files import file_system, is_url, open_binary, unreachable_error
 from embedtrain.data.sources.text_rows import is_json_list
 from embedtrain.errors import ConfigError, DataError
@@ -57,8 +58,18 @@ class SourcePart:
     split: str | None = None  # of a Hub data set, where it is not the source's
     revision: str | None = None  # commit, tag or branch of a Hub data set
     backslash_escapes: bool = False  # of CSV and TSV
+    image_dir: str | None = None  # the folder of pictures that rows name, if it is not the file's
+    image_columns: tuple[str, ...] = ()  # of pictures, besides those that are by their names
     # Judgements, queries and corpus of a BEIR folder.
     tables: tuple["SourcePart", ...] = ()
+
+    def with_pictures(self, options: DataPath | None) -> "SourcePart":
+        """The same part, whose pictures are where the options say."""
+        if options is None or (options.image_dir, options.image_columns) == (None, None):
+            return self
+        tables = tuple(table.with_pictures(options) for table in self.tables)
+        columns = tuple(options.image_columns or ())
+        return replace(self, image_dir=options.image_dir, image_columns=columns, tables=tables)
 
     def location(self, line: int) -> str:
         """A row's location for messages: `path:line`; `path: row N` or `path: element N` in files without lines."""

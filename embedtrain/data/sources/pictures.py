@@ -68,10 +68,10 @@ class PictureSink(Protocol):
         ...
 
 
-def picture_folder(part: SourcePart, image_dir: str | None = None) -> str | None:
+def picture_folder(part: SourcePart) -> str | None:
     """The folder that names of pictures in a part are relative to; None where there is none on this machine."""
-    if image_dir is not None and part.kind is not PartKind.tar:
-        return os.path.abspath(local_path(image_dir))
+    if part.image_dir is not None and part.kind is not PartKind.tar:
+        return os.path.abspath(local_path(part.image_dir))
     name = local_path(part.tables[1].name if part.tables else part.name)  # of a BEIR folder, that of its queries
     if is_url(name):
         return None
@@ -85,7 +85,6 @@ class RowPictures:
 
     Args:
         part: the file that the rows are from.
-        image_dir: the folder of files that rows name, instead of that of the part.
         sink: remembers pictures that are read; default: this process does, as long as it runs.
         columns: the columns that are used; None: any.
         first_rows: gives the first rows of the part, which decide about columns of names of files.
@@ -94,20 +93,21 @@ class RowPictures:
     def __init__(
         self,
         part: SourcePart,
-        image_dir: str | None = None,
         sink: PictureSink | None = None,
         columns: Sequence[str] | None = None,
         first_rows: Callable[[], Iterable[Mapping[str, Any]]] = tuple,
     ) -> None:
-        self.folder = picture_folder(part, image_dir)
+        self.folder = picture_folder(part)
+        self._in_folder = "" if part.image_dir is None else f" in image_dir={printable(part.image_dir)}"
+        self._declared = frozenset(part.image_columns)
         self._sink, self._columns, self._first_rows = sink, columns, first_rows
         self._file_columns: dict[str, bool] = {}
         self._known: dict[str, str] = {}
 
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row with its pictures as PictureValue; texts lose the character that marks references of pictures."""
-        if _are_texts(tuple(row)) and all(map(_is_plain, row.values())):  # most rows
-            return row
+        if _are_texts(tuple(row)) and self._declared.isdisjoint(row) and all(map(_is_plain, row.values())):
+            return row  # most rows
         found = {key: self._value(value, self._is_picture(key, row)) for key, value in row.items()}
         for key in row:
             if (role := _role_of(key)) and self._is_used(key):
@@ -121,7 +121,7 @@ class RowPictures:
         from embedtrain.data.images.files import Place  # torch is imported with it
 
         place = Place(self.path_of(value, name))
-        item = self.read_place(place, f"{name} names {shorten(value, 200)}, and ")
+        item = self.read_place(place, f"{name} names {shorten(value, 200)}{self._in_folder}, and ")
         if len(self._known) >= _NUM_KNOWN:
             self._known.clear()
         self._known[value] = item
@@ -137,13 +137,13 @@ class RowPictures:
         if self.folder is None:
             raise BadRow(
                 f"{name} names {shown}, and this data is in no local folder: download it, or write image_dir, a folder "
-                "with the pictures, beside the path of training data"
+                "with the pictures, beside its path"
             )
         path = os.path.normpath(os.path.join(self.folder, value))
         if not path.startswith(self.folder.rstrip(os.sep) + os.sep):
             raise BadRow(
                 f"{name} names {shown}, which is outside of {printable(self.folder)}: move the pictures into it, or "
-                "write image_dir, a folder that holds all of them, beside the path of training data"
+                "write image_dir, a folder that holds all of them, beside the path of this data"
             )
         return path
 
@@ -187,7 +187,7 @@ class RowPictures:
             if value.keys() == _ENCODED and isinstance(value["bytes"], bytes | None):
                 return self._encoded(value)
             return {
-                key: self._value(element, is_picture_name(key) or (is_picture and key in ("url", "path")), depth + 1)
+                key: self._value(element, self._is_name(key) or (is_picture and key in ("url", "path")), depth + 1)
                 for key, element in value.items()
             }
         if isinstance(value, TarMember):
@@ -199,13 +199,16 @@ class RowPictures:
             return _Bytes(self, value["bytes"])
         return _File(self, value["path"]) if value["path"] else None
 
+    def _is_name(self, key: str) -> bool:
+        return is_picture_name(key) or key in self._declared
+
     def _is_used(self, key: str) -> bool:
         return self._columns is None or key in self._columns
 
     def _is_picture(self, key: str, row: Mapping[str, Any]) -> bool:
         if not self._is_used(key):
             return False
-        if is_picture_name(key):
+        if self._is_name(key):
             return True
         if not _is_file_name(key) or any(map(is_picture_name, row)):
             return False

@@ -19,7 +19,7 @@ from embedtrain.data.sources.column_layouts import choose_layout
 from embedtrain.data.sources.column_roles import is_id, normalized
 from embedtrain.data.sources.files import file_changed_error, file_version
 from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
-from embedtrain.data.sources.part_reader import PartPiece, PartReader
+from embedtrain.data.sources.part_reader import KINDS_WITH_SCHEMA, PartPiece, PartReader, require_image_columns
 from embedtrain.data.sources.parts import PartKind, SourcePart
 from embedtrain.data.sources.pictures import PictureSink
 from embedtrain.data.sources.resolve import find_parts
@@ -77,17 +77,11 @@ class DocumentReader:
     document_parts: Sequence[SourcePart] = ()  # a corpus has no corpus
 
     def __init__(
-        self,
-        parts: Sequence[SourcePart],
-        name: str,
-        *,
-        ids_required: bool = True,
-        image_dir: str | None = None,
-        group_column: str | None = None,
+        self, parts: Sequence[SourcePart], name: str, *, ids_required: bool = True, group_column: str | None = None
     ) -> None:
         self.parts, self.name = parts, name
         self._ids_required, self._group_column = ids_required, group_column
-        self._reader = PartReader(image_dir=image_dir)
+        self._reader = PartReader()
 
     def content(self) -> dict[str, Any]:
         """Digests of the parts."""
@@ -100,10 +94,6 @@ class DocumentReader:
     def pieces(self, piece_bytes: int) -> list[PartPiece]:
         """All parts in order, in pieces of about this size."""
         return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
-
-    def picture_folder(self, part: SourcePart) -> str:
-        """The folder of pictures that rows of a part name; empty where there is none."""
-        return self._reader.picture_folder(part)
 
     def documents(self, piece: PartPiece, sink: PictureSink | None = None) -> Iterator[tuple[int, Document | BadRow]]:
         """The documents of a piece with their line or row numbers within it; `sink` remembers their pictures."""
@@ -126,7 +116,6 @@ class DocumentReader:
 FORMAT_VERSION = 4  # of the rows that readers return; a new one invalidates every cache
 _NUM_INSPECTED_ROWS = 16
 _LocatedRow: TypeAlias = tuple[SourcePart, int, dict[str, Any] | BadRow]
-_KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
 
 
 class PieceRows:
@@ -236,15 +225,13 @@ class SourceReader:
         self.parts, self.left_out = source_parts.parts, source_parts.left_out
         self.documents: DocumentReader | None = None
         if source_parts.document_parts:
-            self.documents = DocumentReader(
-                source_parts.document_parts, f"documents of {name}", image_dir=source.image_dir
-            )
+            self.documents = DocumentReader(source_parts.document_parts, f"documents of {name}")
         named = parse_columns(source.columns)
         columns = None if named is None else named.names
         if columns is not None and source.where is not None:
             compared = [comparison.column for comparison in parse_condition(source.where)]
             columns = list(dict.fromkeys([*columns, *compared]))
-        self._reader = PartReader(subset=source.subset, split=source.split, columns=columns, image_dir=source.image_dir)
+        self._reader = PartReader(subset=source.subset, split=source.split, columns=columns)
 
     @property
     def document_parts(self) -> Sequence[SourcePart]:
@@ -285,6 +272,7 @@ class SourceReader:
         With `on_error=skip`, unusable rows before it are passed over; reading the rows finds them again. Raises
         DataError if no row can be used.
         """
+        require_image_columns(self._reader, [*self.parts[:1], *self.document_parts[:1]])
         num_rows, num_empty, first = 0, 0, ""
         rows = self._rows_and_empty_parts()
         # A column whose first value is missing or a number may hold texts.
@@ -298,7 +286,7 @@ class SourceReader:
                 others = [other for of_part, _, other in ahead if of_part == part and not isinstance(other, BadRow)]
                 return choose_layout(self.source, part.kind, row, self.needs, others)
             except DataError as error:
-                fails_everywhere = part.kind in _KINDS_WITH_SCHEMA and not isinstance(row, BadRow)
+                fails_everywhere = part.kind in KINDS_WITH_SCHEMA and not isinstance(row, BadRow)
                 if on_error == OnError.stop or fails_everywhere:
                     raise
                 num_rows, num_empty, first = num_rows + (line > 0), num_empty + (line == 0), first or str(error)
@@ -310,10 +298,6 @@ class SourceReader:
     def pieces(self, piece_bytes: int) -> list[PartPiece]:
         """All parts in order, in pieces of about this size where they can be split."""
         return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
-
-    def picture_folder(self, part: SourcePart) -> str:
-        """The folder of pictures that rows of a part name; empty where there is none."""
-        return self._reader.picture_folder(part)
 
     def rows(
         self,

@@ -193,6 +193,7 @@ def find_parts(source: TrainSource, parts: list[SourcePart] | None = None, *, ev
         corpus = _adjacent_corpus(rows[0])
     else:
         corpus = resolve_parts(TrainSource(path=source.documents, revision=source.documents_revision), every_split=True)
+    corpus = [part.with_pictures(source) for part in corpus]
     if not corpus:
         raise DataError(
             f"{source.path}: rows name documents by id, and there is no corpus beside them: "
@@ -264,6 +265,11 @@ def resolve_parts(source: TrainSource, *, every_split: bool = False) -> list[Sou
 
 def _resolve(source: TrainSource, *, every_split: bool) -> tuple[list[SourcePart], Sequence[str]]:
     """The parts, and the files of the folder that are of another split by their names."""
+    parts, left_out = _locate(source, every_split=every_split)
+    return [part.with_pictures(source) for part in parts], left_out
+
+
+def _locate(source: TrainSource, *, every_split: bool) -> tuple[list[SourcePart], Sequence[str]]:
     path = local_path(source.path)
     is_file = Path(path).is_file() and not is_url(path)
     if source.revision is not None and (is_url(path) or is_pattern(path) or Path(path).exists()):

@@ -168,6 +168,8 @@ def string(value: object, name: str) -> str:
     else:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         hint = ": write it as a text, in quotation marks" if is_number else ""
+        if isinstance(value, bytes):
+            hint = ": if these are pictures, write image_columns, a list with this column, beside the path of the data"
         if isinstance(value, float) and math.isnan(value):
             hint = ", which stands for a missing value: remove the row, or fill it (pandas: dropna, fillna)"
         raise BadRow(f"{name} must be a text, not {describe_value(value)}{hint}")

@@ -4,9 +4,11 @@ import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from embedtrain.config.columns import DataPath
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
@@ -64,15 +66,16 @@ def is_beir_folder(folder: Path) -> bool:
     return has_texts and (has_text_judgements or not (folder / "README.md").is_file())
 
 
-def read_beir_folder(folder: Path, name: str, split: str | None, cache: Cache) -> tuple[RetrievalSet, list[str]]:
+def read_beir_folder(folder: Path, name: str, config: EvaluationSet, cache: Cache) -> tuple[RetrievalSet, list[str]]:
     """Read a BEIR folder: the set, and notes on its irregularities.
 
-    `split` is a file of qrels/, in BEIR's or TREC's format; default: test, else dev, else the only one. A large corpus
-    is kept in the cache. Raises DataError if a file is missing, or a line cannot be used.
+    `split` of the options is a file of qrels/, in BEIR's or TREC's format; default: test, else dev, else the only one.
+    A large corpus is kept in the cache. Raises DataError if a file is missing, or a line cannot be used.
     """
     files = find_retrieval_files(_names_in(folder), folder)
     corpus, queries = _require_file(files.corpus, folder, "corpus"), _require_file(files.queries, folder, "queries")
-    split = choose_split(sorted(files.judgements), split, f"{folder}/qrels")
+    corpus, queries = corpus.with_pictures(config), queries.with_pictures(config)
+    split = choose_split(sorted(files.judgements), config.split, f"{folder}/qrels")
     qrels = judgements_part(files.judgements[split][0])
     # The small tables first, so that their errors are reported before a large corpus is read.
     texts = _read_queries(queries)
@@ -80,15 +83,18 @@ def read_beir_folder(folder: Path, name: str, split: str | None, cache: Cache) -
     return assemble(name, read_documents(corpus, cache), texts, judgements, [corpus.name, queries.name, qrels.name])
 
 
-def read_corpus(path: Path, cache: Cache | None = None) -> Corpus:
-    """The documents of a BEIR folder, or of a file; `cache`, for a large corpus, defaults to that of data.cache_dir."""
+def read_corpus(path: Path, cache: Cache | None = None, pictures: DataPath | None = None) -> Corpus:
+    """The documents of a BEIR folder, or of a file; `cache`, for a large corpus, defaults to that of data.cache_dir.
+
+    `pictures` says where its pictures are.
+    """
     if path.is_dir():
         part = _require_file(find_retrieval_files(_names_in(path), path).corpus, path, "corpus")
     elif path.is_file():
         part = part_of_file(str(path))
     else:
         raise DataError(f"{path}: no such file or folder")
-    return read_documents(part, cache or Cache(directory=cache_directory(None)))
+    return read_documents(part.with_pictures(pictures), cache or Cache(directory=cache_directory(None)))
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -123,9 +129,11 @@ def read_hub_retrieval(
     if tables is None:
         return None
     sources = (f"{path}, corpus", f"{path}, queries", f"{tables.judgements.name}, judgements")
-    queries = _read_queries(tables.queries, tables.instructions)
+    queries = _read_queries(tables.queries.with_pictures(config), tables.instructions)
     judgements = _read_judgements(tables.judgements)
-    data, notes = assemble(name, read_documents(tables.corpus, cache), queries, judgements, sources)
+    data, notes = assemble(
+        name, read_documents(tables.corpus.with_pictures(config), cache), queries, judgements, sources
+    )
     if tables.candidates is None or config.kind is SetKind.retrieval or config.candidates is not None:
         return data, notes
     candidates = {_query_id(row): _candidate_ids(row) for row in read_rows(tables.candidates)}
@@ -347,7 +355,7 @@ def _notes(
 _TEXTS_ALONE = RowRequirements(documents=False)
 
 
-def read_any_corpus(path: Path, cache: Cache | None = None) -> Corpus:
+def read_any_corpus(path: Path, cache: Cache | None = None, pictures: DataPath | None = None) -> Corpus:
     """The documents of a BEIR folder or of a file of documents; else the distinct documents of training rows.
 
     A document without an id gets the number of its line, and `LINE-2`, `LINE-3`, ... for further ones of a row. The
@@ -355,19 +363,19 @@ def read_any_corpus(path: Path, cache: Cache | None = None) -> Corpus:
     row or a picture cannot be read, or it is not clear which column holds the documents.
     """
     if path.is_dir() and find_retrieval_files([str(file) for file in path.glob("*") if file.is_file()], path).corpus:
-        return read_corpus(path, cache)
+        return read_corpus(path, cache, pictures)
     if path.is_file():
-        part = part_of_file(str(path))
+        part = part_of_file(str(path)).with_pictures(pictures)
         has_ids = _document_ids(part)
         if has_ids:
-            return read_corpus(path, cache)
+            return read_corpus(path, cache, pictures)
         if has_ids is not None:
             return Corpus.from_dict(dict(_numbered_documents(part)))
-    elif path.is_dir() and (pictures := _pictures_in(path)):
-        return _read_pictures(path, pictures)
+    elif path.is_dir() and (names := _pictures_in(path)):
+        return _read_pictures(path, names)
     texts: dict[str, str] = {}
     known: set[str] = set()
-    for name, text in _row_documents(path, cache):
+    for name, text in _row_documents(path, cache, pictures):
         if text not in known:
             known.add(text)
             # Rows may give one id to several texts.
@@ -428,9 +436,12 @@ def _numbered_documents(part: SourcePart) -> Iterator[tuple[str, str]]:
         yield str(line), document.full_text
 
 
-def _row_documents(path: Path, cache: Cache | None) -> Iterator[tuple[str, str]]:
+def _row_documents(path: Path, cache: Cache | None, pictures: DataPath | None) -> Iterator[tuple[str, str]]:
     """Ids and texts of the positives and negatives of training rows; the text itself of a row of one text."""
-    reader = SourceReader(TrainSource(path=str(path)), path.name, _TEXTS_ALONE, every_split=True)
+    source = TrainSource(path=str(path))
+    if pictures is not None:
+        source = replace(source, image_dir=pictures.image_dir, image_columns=pictures.image_columns)
+    reader = SourceReader(source, path.name, _TEXTS_ALONE, every_split=True)
     documents = None
     if reader.documents is not None:
         corpus = documents_build(reader.documents, OnError.stop, cache or Cache(directory=cache_directory(None)))

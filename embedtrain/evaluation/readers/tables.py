@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from embedtrain.config.columns import NamedColumns, parse_columns
@@ -25,6 +25,7 @@ from embedtrain.data.sources.column_roles import (
     unnamed_score,
     written_columns,
 )
+from embedtrain.data.sources.part_reader import PartReader, require_image_columns
 from embedtrain.data.sources.parts import (
     FOLDER_SUFFIXES,
     PartKind,
@@ -129,6 +130,11 @@ class Tables:
     by_split: Mapping[str, SourcePart] = field(default_factory=dict)
     languages: tuple[str, str] | None = None  # two columns of translations, where a table has one per language
 
+    def with_pictures(self, options: EvaluationSet) -> "Tables":
+        """The same tables, whose pictures are where the options say."""
+        by_split = {name: table.with_pictures(options) for name, table in self.by_split.items()}
+        return replace(self, measured=self.measured.with_pictures(options), by_split=by_split)
+
 
 def tables_of_file(path: Path, config: EvaluationSet) -> Tables:
     """A file, and the tables in its folder. Raises ConfigError if a configuration or split of a file is asked for."""
@@ -204,7 +210,9 @@ def _language_columns(repository: HubRepository, pair: str) -> tuple[str, str] |
 
 def read_tables(name: str, config: EvaluationSet, tables: Tables) -> tuple[EvaluationData, list[str]]:
     """The set that the columns of a table, or the options, make, and notes. Raises DataError if they make none."""
+    tables = tables.with_pictures(config)
     table, rows, notes = tables.measured, read_rows(tables.measured), list[str]()
+    require_image_columns(PartReader(), [table])
     kind, columns = choose_columns(config, tables)
     data: EvaluationData
     match kind:
@@ -246,7 +254,9 @@ def _train_table(config: EvaluationSet, tables: Tables) -> SourcePart:
     """The table to learn classes from."""
     if config.train is not None:
         path = expand_user(config.train)
-        chosen = part_of_file(str(path)) if path.is_file() else tables.by_split.get(config.train)
+        chosen = tables.by_split.get(config.train)
+        if path.is_file():
+            chosen = part_of_file(str(path)).with_pictures(config)
         if chosen is None:
             raise DataError(
                 f"train={config.train} is neither a file nor one of the splits {', '.join(sorted(tables.by_split))}"

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from embedtrain.config.parsing import parse_corpus
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.row_store import RowStore, read_sources
@@ -24,6 +25,8 @@ from embedtrain.data.rows import TextFormat
 from embedtrain.data.sources.pictures import shown_item, written_item
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError, DataError
+from embedtrain.evaluation.readers.retrieval import read_any_corpus
+from embedtrain.mining.pool import all_documents, corpus_parts
 from tests.commands import call
 from tests.small import small_tokenizer
 
@@ -188,6 +191,58 @@ def test_links_of_pictures_alone_are_refused(folder):
 def test_image_dir(folder):
     path = write_rows(folder / "rows.jsonl", [{"caption": "a", "image": "1.png"}])
     assert items(read(path, image_dir=str(folder / "photos"))) == [[["a"], [picture(1)]]]
+
+
+def test_declared_columns(folder):
+    """Of any name, with names of files or bytes, also as keys of objects, and in lists; undeclared ones are texts."""
+    rows = [
+        {"caption": "a", "scan": "1.png"},
+        {"caption": "b", "scan": ["2.png", "3.png"]},
+        {"caption": "c", "scan": {"text": "t", "scan": "1.png"}},
+    ]
+    path = write_rows(folder / "rows.jsonl", rows)
+    options = {"columns": ["caption", "scan"], "image_dir": str(folder / "photos")}
+    with pytest.raises(DataError, match=r"jsonl:1: column \"scan\" names 'photos/1\.png' in image_dir=.*not exist"):
+        read(
+            write_rows(folder / "rows.jsonl", [{"caption": "a", "scan": "photos/1.png"}]),
+            image_columns=["scan"],
+            **options,
+        )
+    write_rows(path, rows)
+    assert items(read(path, image_columns=["scan"], **options)) == [
+        [["a"], [picture(1)]],
+        [["b"], [picture(2)], [picture(3)]],
+        [["c"], [picture(1), "t"]],
+    ]
+    path = write_rows(folder / "texts.jsonl", rows[:2])
+    assert items(read(path, **options)) == [[["a"], ["1.png"]], [["b"], ["2.png"], ["3.png"]]]
+    assert items(read(path, image_columns=["scan"], **options))[0] == [["a"], [picture(1)]], "another key of the cache"
+    assert items(read(path, image_columns=["scan"], image_dir=options["image_dir"]))[0] == [["a"], [picture(1)]]
+    with pytest.raises(DataError, match=r"texts\.jsonl: image_columns: there is no 'scans', only caption, scan"):
+        read(path, image_columns=["scans"])
+    pq.write_table(pa.table({"caption": ["a"], "content": [encoded(1)]}), folder / "rows.parquet")
+    assert items(read(folder / "rows.parquet", image_columns=["content"])) == [[["a"], [picture(1)]]]
+    with pytest.raises(DataError, match=r"row 1: column \"content\" must be a text, not binary.*write image_columns"):
+        read(folder / "rows.parquet", columns=["caption", "content"])
+    with pytest.raises(DataError, match=r"there is no 'other', only caption, content"):
+        read(folder / "rows.parquet", image_columns=["content", "other"])
+
+
+def test_a_corpus_of_its_own(folder):
+    """`corpus` of mine, filter, trim and search, `data` of calibrate: options of DataPath as those of a source."""
+    (folder / "photos" / "9.png").write_bytes(encoded(9))  # which no other test has: this process remembers its place
+    path = write_rows(folder / "corpus.jsonl", [{"_id": "1", "scan": "9.png"}, {"_id": "2", "text": "t"}])
+    value = {"path": str(path), "image_dir": str(folder / "photos"), "image_columns": ["scan"]}
+    (corpus,) = parse_corpus(value)
+    parts = corpus_parts([corpus])
+    documents = [text for batch in all_documents([], parts, lambda *_: None) for text in batch.texts]
+    assert list(map(item_parts, documents)) == [[picture(9)], ["t"]]
+    assert read_any_corpus(path, pictures=corpus).texts == documents
+    rows = write_rows(folder / "rows.jsonl", [{"question": "q", "scan": "9.png"}])
+    assert read_any_corpus(rows, pictures=corpus).texts == documents[:1]
+    with pytest.raises(DataError, match=r"corpus\.jsonl:1: .*'9\.png'"):
+        corpus_of = corpus_parts(parse_corpus([value | {"image_dir": None}]))
+        list(all_documents([], corpus_of, lambda *_: None))
 
 
 def test_a_replaced_picture_is_read_again(folder):

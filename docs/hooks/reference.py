@@ -1,7 +1,7 @@
 """Writes tables of options into docs/reference/ and docs/from-*.md: `python docs/hooks/reference.py`.
 
 The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
-of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `VectorFormat`, `RerankerConfig`,
+of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `VectorFormat`, `DataPath`, `RerankerConfig`,
 `PipelineConfig`, `losses` or `commands`. The meaning of an option is its comment in the source, read with tokenize. For
 `migration_LIBRARY` it is a table of `config/migration.py`.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import embedtrain
 from embedtrain.config import migration
+from embedtrain.config.columns import DataPath
 from embedtrain.config.command_options import RerankerConfig
 from embedtrain.config.commands import COMMANDS
 from embedtrain.config.evaluation import EvaluationSet, VectorFormat
@@ -74,6 +75,7 @@ def section(name: str) -> str:
                 "TrainSource": (TrainSource, "data.train."),
                 "EvaluationSet": (EvaluationSet, "evaluation.sets."),
                 "VectorFormat": (VectorFormat, "evaluation.vectors."),
+                "DataPath": (DataPath, "corpus."),
                 "RerankerConfig": (RerankerConfig, "reranker."),
                 "PipelineConfig": (PipelineConfig, "pipeline."),
             }[name]

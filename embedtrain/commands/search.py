@@ -126,7 +126,7 @@ def run(options: SearchOptions) -> None:
     from embedtrain.inference.pair_scorer import best_first
     from embedtrain.tracking.console import Console
 
-    image = _picture(options.image) if options.image is not None else ""
+    image = _picture(options.image, options.corpus.max_image_pixels) if options.image is not None else ""
     corpus = read_any_corpus(expand_user(options.corpus.path), pictures=options.corpus)
     ids, texts = corpus.ids, corpus.texts
     console = Console()
@@ -170,13 +170,13 @@ def run(options: SearchOptions) -> None:
             print_results(query, [(score, ids[number], texts[number]) for number, score in results])
 
 
-def _picture(path: str) -> str:
+def _picture(path: str, max_pixels: int) -> str:
     """The item of a picture in a file of the user."""
     from embedtrain.data.images.files import PICTURES, BadPicture, Place, read_picture
 
     place = Place(str(expand_user(path).absolute()))
     try:
-        picture = read_picture(place)
+        picture = read_picture(place, max_pixels=max_pixels)
     except BadPicture as bad:
         raise DataError(f"image={path}: {bad}") from None
     PICTURES.add(picture, place)

@@ -9,6 +9,9 @@ from typing import Any
 from embedtrain.config.options import option
 from embedtrain.errors import ConfigError
 
+# Pixels of a picture: above the first number Pillow warns of a decompression bomb, above the second it opens no file.
+DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS = 89_478_485, 178_956_970
+
 
 @dataclass(kw_only=True)
 class DataPath:
@@ -19,6 +22,8 @@ class DataPath:
     image_dir: str | None = option(None, is_input=True)
     # Columns, and keys of objects in rows, that hold pictures: names of files, or bytes. Default: by their names.
     image_columns: list[str] | None = None
+    # pixels of a picture, above which its row cannot be used: decoded, one takes three bytes for each
+    max_image_pixels: int = option(DEFAULT_MAX_PIXELS, within=(1, LARGEST_MAX_PIXELS))
 
 
 # What a column may be named as, in the order of the texts of a row. `text` and `sentence1` are the query of rows of one

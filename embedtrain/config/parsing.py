@@ -19,6 +19,7 @@ from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
 from embedtrain.config.names import counterpart, explain_unknown, misplaced_option, option_names, unknown_loss
 from embedtrain.config.optim import ParameterGroup
+from embedtrain.config.options import check_values
 from embedtrain.config.recipe import Recipe, Strategy, TrainSource
 from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
@@ -89,8 +90,10 @@ def parse_sources(value: Any, option: str, loss: LossConfig) -> list[TrainSource
 def parse_corpus(value: Any, option: str = "corpus") -> list[DataPath]:
     """Files of documents, as `parse_items`; none for no value."""
     corpus = parse_items([] if value is None else value, DataPath, option)
-    if not all(each.path for each in corpus):
-        raise ConfigError(f"{option}={value!r}: a path is empty")
+    for index, each in enumerate(corpus):
+        check_values(each, f"{option}[{index}].")
+        if not each.path:
+            raise ConfigError(f"{option}={value!r}: a path is empty")
     return corpus
 
 

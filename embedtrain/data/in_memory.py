@@ -16,7 +16,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from embedtrain.config.command_line import Interpolation
+from embedtrain.data.sources.pictures import is_picture_name
 from embedtrain.data.sources.retrieval import SPLITS
 from embedtrain.data.sources.values import list_names
 from embedtrain.errors import ConfigError, DataError
@@ -257,11 +261,18 @@ class _Pictures:
         if isinstance(value, Mapping):
             if value.keys() == {"bytes", "path"} and (data := _file_of(value)) is not None:
                 return {"image": self._write(data, Path(value["path"] or "").suffix)}
-            return {key: self._named(element) for key, element in value.items()}
+            return {
+                key: {"image": self._write(element, "")}
+                if isinstance(element, bytes) and is_picture_name(str(key))
+                else self._named(element)
+                for key, element in value.items()
+            }
         if isinstance(value, list | tuple):
             if not value or isinstance(value[0], int | float):
                 return value
             return [self._named(element) for element in value]
+        if isinstance(value, np.ndarray) and value.ndim == 3:
+            return {"image": self._write(_png(_image_of(value)), ".png")}
         pillow = sys.modules.get("PIL.Image")
         if pillow is None or not isinstance(value, pillow.Image):
             return value
@@ -288,6 +299,16 @@ def _file_of(value: Mapping[str, Any]) -> bytes | None:
     if data is None and isinstance(path, str) and os.path.isabs(path) and os.path.isfile(path):
         return Path(path).read_bytes()
     return None
+
+
+def _image_of(array: NDArray[Any]) -> Any:
+    """The picture of an array of pixels, uint8 [height, width, channels]. Raises ValueError for another array."""
+    from embedtrain.data.images.files import pillow
+
+    if array.dtype != np.uint8 or array.shape[2] not in (1, 3, 4) or not array.size:
+        shape = " x ".join(map(str, array.shape))
+        raise ValueError(f"an array of {shape} {array.dtype} is no picture: uint8, height x width x 1, 3 or 4 channels")
+    return pillow().fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
 
 
 def _png(image: Any) -> bytes:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from embedtrain.config.columns import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
 from embedtrain.data.cache.cache import JOINED, map_array, write_array
 from embedtrain.data.images.item import Picture
 from embedtrain.errors import ConfigError, DataError
@@ -32,8 +33,6 @@ from embedtrain.utils.formatting import format_bytes, format_count, install_comm
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Pixels of a picture: above the first number Pillow warns of a decompression bomb, above the second it opens no file.
-DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS = 89_478_485, 178_956_970
 MAX_FILE_BYTES = 1 << 30
 TABLE = "pictures"  # the folder of a PictureTable in that of what is cached
 # Formats whose header has the size. Pillow reads more, some by starting programs (EPS) or without any check.
@@ -125,7 +124,9 @@ def _header(image: "Image", key: int, max_pixels: int) -> Header:
     if width < 1 or height < 1:
         raise BadPicture(f"it has no pixels: {width} x {height}")
     if width * height > max_pixels:
-        raise BadPicture(f"it has {width} x {height} = {width * height:,} pixels, more than the {max_pixels:,} allowed")
+        more = f", or write max_image_pixels, at most {LARGEST_MAX_PIXELS:,}" if max_pixels < LARGEST_MAX_PIXELS else ""
+        size = f"{width} x {height} = {width * height:,} pixels"
+        raise BadPicture(f"it has {size}, more than the {max_pixels:,} allowed: resize it{more}")
     if image.mode not in _MODES:
         raise BadPicture(f"its pixels (Pillow's mode {image.mode}) have no defined range of grey levels or colours")
     return Header(Picture(key, width, height), str(image.format), _has_more_frames(image))
@@ -454,8 +455,8 @@ def _open(file: BinaryIO) -> "Image":
     except module.UnidentifiedImageError:
         file.seek(0)
         raise BadPicture(_what_else(file.read(4096))) from None
-    except module.DecompressionBombError as error:
-        raise BadPicture(f"it is too large for Pillow: {one_line(error)}") from None
+    except module.DecompressionBombError:
+        raise BadPicture(f"it has more than the {LARGEST_MAX_PIXELS:,} pixels that Pillow opens: resize it") from None
     except MemoryError:
         raise
     except Exception as error:  # a damaged header may raise anything

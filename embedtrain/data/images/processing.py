@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.images.files import LARGEST_MAX_PIXELS, BadPicture
+from embedtrain.config.columns import LARGEST_MAX_PIXELS
+from embedtrain.data.images.files import BadPicture
 from embedtrain.errors import ModelError
 
 if TYPE_CHECKING:

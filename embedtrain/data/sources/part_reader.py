@@ -6,9 +6,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from embedtrain.config.columns import DEFAULT_MAX_PIXELS
 from embedtrain.data.sources.files import count_lines_before, file_digest, read_lines_between, splittable_size
 from embedtrain.data.sources.parts import PartKind, SourcePart
-from embedtrain.data.sources.pictures import PictureSink, RowPictures, pictures_version
+from embedtrain.data.sources.pictures import PictureSink, RowPictures, is_flat, pictures_version
 from embedtrain.data.sources.retrieval import judged_rows
 from embedtrain.data.sources.table_rows import (
     arrow_rows,
@@ -111,9 +112,13 @@ class PartReader:
             read = partial(self._table_rows, sink=sink)
             yield from (RawLine(number, row) for number, row in judged_rows(piece.part, read))
             return
-        for line in self._lines(piece):
-            row = pictures.row(line.row) if isinstance(line.row, dict) else line.row
-            yield line if row is line.row else RawLine(line.number, row)
+        if piece.part.kind is PartKind.jsonl:
+            for number, text in read_lines_between(piece.part.name, piece.start, piece.stop):
+                row = parse_json_row(text) if text.strip() else None
+                yield RawLine(number, pictures.row(row, is_flat=is_flat(text)) if isinstance(row, dict) else row)
+            return
+        for number, row in self._rows(piece):
+            yield RawLine(number, pictures.row(row) if isinstance(row, dict) else row)
 
     def _table_rows(self, table: SourcePart, sink: PictureSink | None) -> Iterator[RawRow]:
         """The rows of a table of a BEIR folder with their pictures."""
@@ -122,27 +127,20 @@ class PartReader:
             yield number, pictures.row(row) if isinstance(row, dict) else row
 
     def pictures_version(self, part: SourcePart) -> object:
-        """`pictures_version` of the first rows of a part, and the columns that are declared to have pictures."""
+        """`pictures_version` of the first rows of a part, and the options that decide which pictures are used."""
         part = part.tables[1] if part.tables else part  # the queries of a BEIR folder
         pictures = RowPictures(part, None, self._columns, partial(self.first_rows, part))
         try:
             version = pictures_version(pictures.row(row) for row in self.first_rows(part))
         except DataError:  # reported where the rows are read
             version = None
-        return [version, *part.image_columns] if part.image_columns else version
+        limit = [] if part.max_image_pixels == DEFAULT_MAX_PIXELS else [part.max_image_pixels]
+        options = [*part.image_columns, *limit]
+        return [version, *options] if options else version
 
     def first_rows(self, part: SourcePart) -> list[dict[str, Any]]:
         """The first rows of a part as they are stored, without those that are no objects."""
-        rows = (line.row for line in islice(self._lines(PartPiece(part)), _NUM_FIRST_ROWS))
-        return [row for row in rows if isinstance(row, dict)]
-
-    def _lines(self, piece: PartPiece) -> Iterator[RawLine]:
-        part = piece.part
-        if part.kind is not PartKind.jsonl:
-            yield from (RawLine(number, row) for number, row in self._rows(piece))
-            return
-        for number, line in read_lines_between(part.name, piece.start, piece.stop):
-            yield RawLine(number, parse_json_row(line) if line.strip() else None)
+        return [row for _, row in islice(self._rows(PartPiece(part)), _NUM_FIRST_ROWS) if isinstance(row, dict)]
 
     def lines_before(self, piece: PartPiece) -> int:
         """The number of lines or rows of the part before the piece."""

@@ -3,12 +3,13 @@
 import glob
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from embedtrain.config.columns import DataPath
+from embedtrain.config.columns import DEFAULT_MAX_PIXELS, DataPath
 from embedtrain.data.sources.files import file_system, is_url, open_binary, unreachable_error
 from embedtrain.data.sources.text_rows import is_json_list
 from embedtrain.errors import ConfigError, DataError
@@ -40,6 +41,7 @@ KIND_OF_SUFFIX = {
     ".tar": PartKind.tar,
 }
 _COMPRESSED_SUFFIXES = (".gz", ".zst")
+_COMPRESSED_TAR = re.compile(r"\.(tar\.(gz|zst|bz2|xz)|tgz)$", re.IGNORECASE)
 _COMPRESSIBLE_KINDS = (PartKind.jsonl, PartKind.csv, PartKind.tsv)
 # A folder may also hold configuration in .json files, so only .jsonl counts there.
 FOLDER_SUFFIXES = [suffix for suffix in KIND_OF_SUFFIX if suffix != ".json"]
@@ -60,16 +62,21 @@ class SourcePart:
     backslash_escapes: bool = False  # of CSV and TSV
     image_dir: str | None = None  # the folder of pictures that rows name, if it is not the file's
     image_columns: tuple[str, ...] = ()  # of pictures, besides those that are by their names
+    max_image_pixels: int = DEFAULT_MAX_PIXELS
     # Judgements, queries and corpus of a BEIR folder.
     tables: tuple["SourcePart", ...] = ()
 
     def with_pictures(self, options: DataPath | None) -> "SourcePart":
         """The same part, whose pictures are where the options say."""
-        if options is None or (options.image_dir, options.image_columns) == (None, None):
+        if options is None:
             return self
-        tables = tuple(table.with_pictures(options) for table in self.tables)
-        columns = tuple(options.image_columns or ())
-        return replace(self, image_dir=options.image_dir, image_columns=columns, tables=tables)
+        return replace(
+            self,
+            image_dir=options.image_dir,
+            image_columns=tuple(options.image_columns or ()),
+            max_image_pixels=options.max_image_pixels,
+            tables=tuple(table.with_pictures(options) for table in self.tables),
+        )
 
     def location(self, line: int) -> str:
         """A row's location for messages: `path:line`; `path: row N` or `path: element N` in files without lines."""
@@ -87,6 +94,7 @@ def part_of_file(name: str, *, backslash_escapes: bool = False) -> SourcePart:
     """
     suffix = suffix_of(path_of(name))
     if suffix is None:
+        reject_compressed_tars([name])
         raise DataError(f"{name}: this kind of file is not supported; supported are {SUPPORTED_FILES}")
     kind = _kind_of_content(name) if KIND_OF_SUFFIX[suffix] in _COMPRESSIBLE_KINDS else None
     if kind is None and suffix == ".json" and is_json_list(name):
@@ -95,6 +103,15 @@ def part_of_file(name: str, *, backslash_escapes: bool = False) -> SourcePart:
     if backslash_escapes and kind not in (PartKind.csv, PartKind.tsv):
         raise ConfigError(f"{name}: backslash_escapes is an option of CSV and TSV files, and this is {kind.value}")
     return SourcePart(name, kind, backslash_escapes=backslash_escapes)
+
+
+def reject_compressed_tars(names: Iterable[str]) -> None:
+    """Raise a DataError for the first compressed tar file."""
+    for name in names:
+        if _COMPRESSED_TAR.search(name):
+            raise DataError(
+                f"{name}: pictures in a compressed tar file cannot be read one by one: decompress it to a .tar file"
+            )
 
 
 def _kind_of_content(name: str) -> PartKind | None:

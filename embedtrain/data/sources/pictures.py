@@ -4,6 +4,7 @@ A string is a picture only in a column of pictures, by its name or by the schema
 the name of a file stays a text. The pictures of a row are read when its layout uses them, see `PictureValue`.
 """
 
+import base64
 import contextlib
 import os
 import re
@@ -50,6 +51,8 @@ _FILE_NAME = re.compile(
 _OF_TEXT = re.compile(
     r"(query|qry|question|anchor|positive|pos|negative|neg)_(?:images?|img)(?:_paths?)?", re.IGNORECASE
 )
+# The file of a PNG, JPEG, WebP, GIF or TIFF in Base64, which is no name: it has no dot.
+_BASE64 = re.compile(r"(?:iVBORw0KGg|/9j/|UklGR|R0lGOD|SUkqA|TU0AK)[A-Za-z0-9+/\s]{50,}={0,2}\s*")
 _SLOT = re.compile(r"<\|image_\d+\|>")
 _ENCODED = {"bytes", "path"}  # the fields of an Image of `datasets` in Parquet and Arrow
 _NUM_KNOWN = 4096  # names of files whose pictures were read last
@@ -99,15 +102,21 @@ class RowPictures:
     ) -> None:
         self.folder = picture_folder(part)
         self._in_folder = "" if part.image_dir is None else f" in image_dir={printable(part.image_dir)}"
+        self._max_pixels = part.max_image_pixels
         self._declared = frozenset(part.image_columns)
         self._sink, self._columns, self._first_rows = sink, columns, first_rows
         self._file_columns: dict[str, bool] = {}
         self._known: dict[str, str] = {}
 
-    def row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row with its pictures as PictureValue; texts lose the character that marks references of pictures."""
-        if _are_texts(tuple(row)) and self._declared.isdisjoint(row) and all(map(_is_plain, row.values())):
-            return row  # most rows
+    def row(self, row: dict[str, Any], *, is_flat: bool = False) -> dict[str, Any]:
+        """The row with its pictures as PictureValue; texts lose the character that marks references of pictures.
+
+        `is_flat`, where it is known, saves a look at each value.
+        """
+        if (
+            _are_texts(tuple(row)) and self._declared.isdisjoint(row) and (is_flat or all(map(_is_plain, row.values())))
+        ):  # most rows
+            return row
         found = {key: self._value(value, self._is_picture(key, row)) for key, value in row.items()}
         for key in row:
             if (role := _role_of(key)) and self._is_used(key):
@@ -130,7 +139,7 @@ class RowPictures:
     def path_of(self, value: str, name: str) -> str:
         """The path of a file that a row names, which is in the folder of its part. Raises BadRow."""
         shown = shorten(value, 200)
-        if _is_remote(value):
+        if is_url(value):
             raise BadRow(
                 f"{name} names {shown}, and pictures are not downloaded: fetch them before, as img2dataset does"
             )
@@ -149,31 +158,34 @@ class RowPictures:
 
     def read_place(self, place: "Place", what: str) -> str:
         """The reference of the picture at a place; `what` begins the message of BadRow."""
-        from embedtrain.data.images.files import PICTURES, BadPicture, read_header
+        from embedtrain.data.images.files import read_header
 
-        try:
-            header = read_header(place)
-        except BadPicture as bad:
-            raise BadRow(f"{what}{bad}") from None
-        (PICTURES if self._sink is None else self._sink).add_file(header, place)
-        return str(header.picture)
+        return self._read(lambda: read_header(place, max_pixels=self._max_pixels), what, place)
 
     def read_bytes(self, data: bytes, name: str) -> str:
         """The reference of the picture of a file with these bytes. Raises BadRow if it cannot be used."""
-        from embedtrain.data.images.files import PICTURES, BadPicture, header_of
+        from embedtrain.data.images.files import header_of
+
+        what = f"{name} holds a file of {len(data):,} bytes, and "
+        return self._read(lambda: header_of(data, max_pixels=self._max_pixels), what, data)
+
+    def _read(self, read_header: Callable[[], "Header"], what: str, found: "Place | bytes") -> str:
+        from embedtrain.data.images.files import PICTURES, BadPicture
 
         try:
-            header = header_of(data)
+            header = read_header()
         except BadPicture as bad:
-            raise BadRow(f"{name} holds a file of {len(data):,} bytes, and {bad}") from None
-        (PICTURES if self._sink is None else self._sink).add_bytes(header, data)
+            raise BadRow(f"{what}{bad}") from None
+        sink = PICTURES if self._sink is None else self._sink
+        if isinstance(found, bytes):
+            sink.add_bytes(header, found)
+        else:
+            sink.add_file(header, found)
         return str(header.picture)
 
     def _value(self, value: Any, is_picture: bool, depth: int = 0) -> Any:
         if isinstance(value, str):
-            if is_picture:
-                return _File(self, value) if value.strip() else None
-            return plain(value)
+            return self._of_text(value) if is_picture else plain(value)
         if depth == MAX_DEPTH:
             return value
         if isinstance(value, list):
@@ -193,6 +205,11 @@ class RowPictures:
         if isinstance(value, TarMember):
             return _Member(self, value)
         return _Bytes(self, value) if is_picture and isinstance(value, bytes) else value
+
+    def _of_text(self, value: str) -> PictureValue | None:
+        if value[:5].lower() == "data:" or _BASE64.fullmatch(value):
+            return _Base64(self, value)
+        return _File(self, value) if value.strip() else None
 
     def _encoded(self, value: dict[str, Any]) -> Any:
         if value["bytes"] is not None:
@@ -231,6 +248,14 @@ class RowPictures:
             ]
         elif isinstance(text, str | None):
             row[partner] = _joined(text, list(picture_values(pictures)))
+
+
+def is_flat(line: bytes) -> bool:
+    """Whether a row of JSON surely has no object in it and no mark, by single bytes, which are found ten times faster.
+
+    The mark begins with 0xef in UTF-8, and with a backslash where it is escaped.
+    """
+    return (line.isascii() or b"\xef" not in line) and line.find(b"{", 1) < 0 and line.find(b"\\") < 0
 
 
 @lru_cache(1000)
@@ -273,10 +298,6 @@ def _is_file_name(name: str) -> bool:
     return _FILE_NAME.fullmatch(name) is not None
 
 
-def _is_remote(value: str) -> bool:
-    return is_url(value) or value[:5].lower() == "data:"
-
-
 def _joined(text: str | None, pictures: list[PictureValue]) -> Any:
     return _Mixed(text or "", pictures) if pictures else text or None
 
@@ -286,7 +307,7 @@ class _File(PictureValue):
 
     def __init__(self, reader: RowPictures, name: str) -> None:
         self._reader, self._name = reader, name
-        self.is_url = _is_remote(name)
+        self.is_url = is_url(name)
 
     def read(self, name: str) -> str:
         return self._reader.read_file(self._name, name)
@@ -316,6 +337,29 @@ class _Bytes(PictureValue):
 
     def __repr__(self) -> str:
         return f"{len(self._data):,} bytes"
+
+
+class _Base64(_Bytes):
+    """A picture by the bytes of its file in Base64, alone or as a data URI; decoded where it is used."""
+
+    def __init__(self, reader: RowPictures, text: str) -> None:
+        super().__init__(reader, b"")
+        self._text = text
+
+    def read(self, name: str) -> str:
+        head, _, text = self._text.rpartition(",")  # no sign of Base64
+        if self._text[:5].lower() == "data:" and not head.lower().endswith(";base64"):
+            raise BadRow(
+                f"{name} is a data URI that is not in Base64 ({shorten(self._text)}): write the name of a file"
+            )
+        try:
+            self._data = base64.b64decode("".join(text.split()), validate=True)
+        except ValueError as error:
+            raise BadRow(f"{name} is damaged Base64 ({error}): {shorten(self._text)}") from None
+        return super().read(name)
+
+    def __repr__(self) -> str:
+        return f"{len(self._text):,} characters of Base64"
 
 
 class _Member(PictureValue):

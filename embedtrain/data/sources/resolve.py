@@ -25,6 +25,7 @@ from embedtrain.data.sources.parts import (
     part_of_file,
     path_of,
     reject_broken_link,
+    reject_compressed_tars,
     stem_of,
     suffix_of,
 )
@@ -308,6 +309,7 @@ def _parts_of_folder(folder: str, source: TrainSource, *, every_split: bool) -> 
         return [SourcePart(folder, PartKind.hub)], ()
     names = [name for name in files if suffix_of(path_of(name)) in FOLDER_SUFFIXES]
     if not names:
+        reject_compressed_tars(files)
         raise DataError(f"{source.path}: this folder holds no training files; supported are {SUPPORTED_FILES}")
     chosen = names if every_split else _files_of_split(names, path_of(folder), source)
     parts = [part_of_file(name, backslash_escapes=source.backslash_escapes) for name in chosen]

@@ -4,11 +4,11 @@ import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from embedtrain.config.columns import DataPath
+from embedtrain.config.columns import DEFAULT_MAX_PIXELS, DataPath
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
@@ -372,7 +372,7 @@ def read_any_corpus(path: Path, cache: Cache | None = None, pictures: DataPath |
         if has_ids is not None:
             return Corpus.from_dict(dict(_numbered_documents(part)))
     elif path.is_dir() and (names := _pictures_in(path)):
-        return _read_pictures(path, names)
+        return _read_pictures(path, names, DEFAULT_MAX_PIXELS if pictures is None else pictures.max_image_pixels)
     texts: dict[str, str] = {}
     known: set[str] = set()
     for name, text in _row_documents(path, cache, pictures):
@@ -391,7 +391,7 @@ def _pictures_in(folder: Path) -> list[str]:
     return [name for name in names if Path(name).suffix.lower() in SUFFIXES]
 
 
-def _read_pictures(folder: Path, names: Sequence[str]) -> Corpus:
+def _read_pictures(folder: Path, names: Sequence[str], max_pixels: int) -> Corpus:
     from embedtrain.data.images.files import PICTURES, BadPicture, Place, read_picture
 
     pictures: dict[str, str] = {}
@@ -399,7 +399,7 @@ def _read_pictures(folder: Path, names: Sequence[str]) -> Corpus:
     for name in names:
         place = Place(os.path.abspath(name))
         try:
-            picture = read_picture(place)
+            picture = read_picture(place, max_pixels=max_pixels)
         except BadPicture as bad:
             refused.append(f"{place}: {bad}")
             continue
@@ -440,7 +440,7 @@ def _row_documents(path: Path, cache: Cache | None, pictures: DataPath | None) -
     """Ids and texts of the positives and negatives of training rows; the text itself of a row of one text."""
     source = TrainSource(path=str(path))
     if pictures is not None:
-        source = replace(source, image_dir=pictures.image_dir, image_columns=pictures.image_columns)
+        source = TrainSource(**asdict(replace(pictures, path=str(path))))
     reader = SourceReader(source, path.name, _TEXTS_ALONE, every_split=True)
     documents = None
     if reader.documents is not None:

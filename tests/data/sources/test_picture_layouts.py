@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -51,6 +52,15 @@ def test_img2dataset(folder):
     place = PICTURES.place(TWO)
     assert place.file == str(path) and decode_picture(place, TWO).size == (10, 12)
     assert not list((folder / "cache").rglob("pictures.bin"))
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar.zst"])
+def test_compressed_tar_files(folder, name):
+    (folder / "shards").mkdir()
+    (folder / "shards" / name).write_bytes(b"")
+    for path in (folder / "shards" / name, folder / "shards"):
+        with pytest.raises(DataError, match=r"a\.t.*: pictures in a compressed tar file .*decompress it to a \.tar"):
+            read(path)
 
 
 def test_broken_tar_files(folder):
@@ -181,3 +191,18 @@ def test_objects_in_python(folder, as_dataset):
         else as_dataset
     )
     assert (folder / FOLDER / "images").is_dir()
+
+
+def test_arrays_and_bytes_in_python(folder):
+    """Pixels as uint8 arrays, height x width x channels, and bytes of files under names of pictures."""
+    data = InMemoryData(folder)
+    pixels = np.random.default_rng(0).integers(0, 255, (5, 7, 3), dtype=np.uint8)
+    rows = [{"query": "a", "pos": [pixels, pixels[:, :, :1]], "neg": [{"image": encoded(1)}]}]
+    (source,) = data.sources([rows], "data.train")
+    data.write(folder)
+    ((_, (colour,), (grey,), negative),) = items(read(Path(source["path"])))
+    assert (colour.width, colour.height, negative) == (7, 5, [ONE])
+    assert decode_picture(PICTURES.place(colour), colour).tobytes() == pixels.tobytes()
+    assert decode_picture(PICTURES.place(grey), grey).tobytes() == pixels[:, :, [0, 0, 0]].tobytes()
+    with pytest.raises(DataError, match=r"data.train\[0\].*an array of 3 x 5 x 7 float32 is no picture: uint8"):
+        InMemoryData(folder).sources([[{"query": "a", "pos": np.zeros((3, 5, 7), dtype=np.float32)}]], "data.train")

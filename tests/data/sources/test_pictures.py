@@ -1,5 +1,6 @@
 """Pictures in rows of files of users: which values are pictures, what is refused, and what is written of an item."""
 
+import base64
 import io
 import json
 import os
@@ -153,7 +154,9 @@ def test_images_in_parquet(folder):
         ("../outside.png", "outside of"),
         ("/etc/passwd", "outside of"),
         ("https://example.org/a.png", "not downloaded"),
-        ("data:image/png;base64,AAAA", "not downloaded"),
+        ("data:image/png;base64,AAAA", "a file of 3 bytes, and it is no picture"),
+        ("data:image/png;base64,A", "is damaged Base64"),
+        ("data:,picture", "is a data URI"),
         ("photos", "folder"),
         ("a\0.png", "null character"),
         ("drawing.svg", "a drawing (SVG)"),
@@ -226,6 +229,45 @@ def test_declared_columns(folder):
         read(folder / "rows.parquet", columns=["caption", "content"])
     with pytest.raises(DataError, match=r"there is no 'other', only caption, content"):
         read(folder / "rows.parquet", image_columns=["content", "other"])
+
+
+def test_base64(folder):
+    """Alone or as a data URI, also broken into lines and as a part of a message; the bytes are in the cache."""
+    coded, alone = (base64.b64encode(encoded(seed)).decode() for seed in (1, 2))
+    uri = f"data:image/png;base64,{coded}"
+    content = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "t"}]
+    rows = [
+        {"query": "a", "pos": [{"image": uri}], "neg": [{"image": f"{alone[:76]}\n{alone[76:]}"}]},
+        {"query": uri, "pos": [{"content": content}]},
+    ]
+    store = read(write_rows(folder / "rows.jsonl", rows))
+    assert items(store) == [[["a"], [picture(1)], [picture(2)]], [[uri], [picture(1), "t"]]]
+    (copies,) = (folder / "cache").rglob("pictures.bin")
+    assert copies.read_bytes() == encoded(1) + encoded(2), "each once"
+    place = PICTURES.place(picture(2))
+    assert Path(place.file) == copies and decode_picture(place, picture(2)).size == (10, 12)
+
+
+def test_the_limit_of_pixels(folder):
+    """An option of the source; a cache with another limit is another one."""
+    rows = [{"query": "a", "pos": [{"image": f"photos/{seed}.png"}]} for seed in (1, 2)]
+    path = write_rows(folder / "rows.jsonl", rows)
+    with pytest.raises(DataError, match=r"jsonl:2: .* 10 x 12 = 120 pixels, more than the 110 allowed: resize it, or "):
+        read(path, max_image_pixels=110)
+    assert len(read(path, OnError.skip, max_image_pixels=110)) == 1
+    assert len(read(path)) == 2
+    (folder / "scan.png").write_bytes(header_of_png(12_000, 12_000))
+    path = write_rows(folder / "scans.jsonl", [{"query": "a", "pos": [{"image": "scan.png"}]}])
+    scan = items(read(path, max_image_pixels=150_000_000))[0][1][0]
+    assert (scan.width, scan.height) == (12_000, 12_000)
+    (corpus,) = parse_corpus({"path": str(path), "max_image_pixels": 10})
+    with pytest.raises(DataError, match=r"more than the 10 allowed"):
+        read_any_corpus(path, pictures=corpus)
+    with pytest.raises(ConfigError, match=r"corpus\[0\]\.max_image_pixels=200000000"):
+        parse_corpus({"path": "a", "max_image_pixels": 200_000_000})
+    (folder / "scan.png").write_bytes(header_of_png(50_000, 50_000))
+    with pytest.raises(DataError, match=r"scans\.jsonl:1: .*more than the 178,956,970 pixels that Pillow opens"):
+        read(path, max_image_pixels=150_000_000)
 
 
 def test_a_corpus_of_its_own(folder):

@@ -11,7 +11,7 @@ from transformers import AutoModel, PreTrainedTokenizerBase
 
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.recipe import ExportConfig, Pooling
-from embedtrain.data.images.processing import PROCESSOR_FILE
+from embedtrain.data.images.settings import PROCESSOR_FILE
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import CheckpointError, ConfigError

@@ -25,15 +25,8 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from embedtrain.config.validation import written
 from embedtrain.data.images.files import PICTURES, Place, pillow, read_picture
 from embedtrain.data.images.item import Picture, item_parts
-from embedtrain.data.images.processing import (
-    PROCESSOR_FILE,
-    FixedSize,
-    ImageProcessing,
-    QwenPatches,
-    Tiles,
-    image_settings,
-    processing_of,
-)
+from embedtrain.data.images.processing import FixedSize, ImageProcessing, QwenPatches, Tiles
+from embedtrain.data.images.settings import PROCESSOR_FILE, image_settings, processing_of
 from embedtrain.data.tokens import UNLIMITED, TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import CheckpointError, ConfigError, ModelError

@@ -19,7 +19,8 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from embedtrain.config.recipe import ExportConfig
 from embedtrain.data.images.files import pillow
-from embedtrain.data.images.processing import PROCESSOR_FILE, ImageProcessing, NaFlex
+from embedtrain.data.images.processing import ImageProcessing, NaFlex
+from embedtrain.data.images.settings import PROCESSOR_FILE
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.formats.model_files import ModelFiles, StoredName, TowerGraph, python_block

@@ -12,7 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from embedtrain.config.kinds import Kind
 from embedtrain.config.losses import VectorSimilarity
-from embedtrain.data.images.processing import ImageProcessing, image_settings, processing_of
+from embedtrain.data.images.processing import ImageProcessing
+from embedtrain.data.images.settings import image_settings, processing_of
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.hub import resolve_directory
 from embedtrain.formats.sentence_transformers import SETTINGS, read_similarity, read_truncate_dim

@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from embedtrain.data.images.files import BadPicture
-from embedtrain.data.images.processing import (
-    FixedSize,
-    ImageProcessing,
-    NaFlex,
-    QwenPatches,
-    Tiles,
-    read_processing,
-)
+from embedtrain.data.images.processing import FixedSize, ImageProcessing, NaFlex, QwenPatches, Tiles
+from embedtrain.data.images.settings import read_processing
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from tests.pretend_cuda.device import host_reads

@@ -6,6 +6,7 @@ Without a topic it is one screen for a command, with one the options of a group 
 import ast
 import dataclasses
 import difflib
+import functools
 import io
 import re
 import shutil
@@ -93,12 +94,7 @@ def options_of(kind: type) -> list[Option]:
 
 def comments_of(kind: type) -> dict[str, str]:
     """The comment of each field or enum member: on its own lines, or on the lines directly above."""
-    source = Path(typing.cast(str, sys.modules[kind.__module__].__file__)).read_text(encoding="utf-8")
-    inline, alone = dict[int, str](), dict[int, str]()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            whole_line = token.line.strip() == token.string
-            (alone if whole_line else inline)[token.start[0]] = token.string.lstrip("# ").strip()
+    inline, alone, _ = _parsed(_source(kind))
     comments = {}
     for node in _members(kind):
         assert node.end_lineno is not None
@@ -114,13 +110,24 @@ def comments_of(kind: type) -> dict[str, str]:
 
 
 def _members(kind: type) -> list[ast.AnnAssign | ast.Assign]:
-    source = Path(typing.cast(str, sys.modules[kind.__module__].__file__)).read_text(encoding="utf-8")
-    (body,) = (
-        node.body
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
-    )
+    (body,) = (node.body for node in _parsed(_source(kind))[2] if node.name == kind.__name__)
     return [node for node in body if isinstance(node, ast.AnnAssign | ast.Assign)]
+
+
+def _source(kind: type) -> str:
+    return Path(typing.cast(str, sys.modules[kind.__module__].__file__)).read_text(encoding="utf-8")
+
+
+# Kept, because a file has many classes: to parse it for each of them took most of the time of `--help`.
+@functools.cache
+def _parsed(source: str) -> tuple[dict[int, str], dict[int, str], list[ast.ClassDef]]:
+    """The comments behind code and those on lines of their own, by line; the classes."""
+    inline, alone = dict[int, str](), dict[int, str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            whole_line = token.line.strip() == token.string
+            (alone if whole_line else inline)[token.start[0]] = token.string.lstrip("# ").strip()
+    return inline, alone, [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
 
 
 def _fields(kind: type) -> Iterator[Any]:

@@ -627,17 +627,24 @@ OF_KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", OF_KINDS)
-@pytest.mark.parametrize("owner", OF_KINDS)
-def test_a_kind_has_its_own_options(kind, owner):
+# Options of each kind, in recipes of that kind and of another one.
+@pytest.mark.parametrize(
+    ("owner", "kind"),
+    [
+        pytest.param(owner, kind, marks=() if owner == kind or kind == other else pytest.mark.slow)
+        for owner, other in zip(OF_KINDS, [*OF_KINDS][1:] + [*OF_KINDS][:1], strict=True)
+        for kind in OF_KINDS
+    ],
+)
+def test_a_kind_has_its_own_options(owner, kind):
     """Those of another kind are unknown; null unsets what a recipe sets for that kind."""
     loss = {"m3": "m3", "cross_encoder": "softmax"}.get(kind, "infonce")
-    for option in OF_KINDS[owner]:
-        name = option.partition("=")[0]
-        unset = [f"model.{name}=null"] if name not in ("heads", "score_head") else []
-        recipe = compose_recipe([*GOOD, f"model.kind={kind}", f"loss={loss}", *unset])
-        assert recipe.model.kind == kind and hasattr(recipe.model, name) == (kind == owner)
-        if kind != owner:
+    names = [option.partition("=")[0] for option in OF_KINDS[owner]]
+    unset = [f"model.{name}=null" for name in names if name not in ("heads", "score_head")]
+    recipe = compose_recipe([*GOOD, f"model.kind={kind}", f"loss={loss}", *unset])
+    assert recipe.model.kind == kind and all(hasattr(recipe.model, name) == (kind == owner) for name in names)
+    if kind != owner:
+        for name, option in zip(names, OF_KINDS[owner], strict=True):
             with pytest.raises(ConfigError, match=rf"model\.{name}=.*model\.kind={owner}.*not {kind}"):
                 compose_recipe([*GOOD, f"model.kind={kind}", f"loss={loss}", f"model.{option}"])
 

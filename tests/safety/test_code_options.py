@@ -93,9 +93,22 @@ def named(stage: Any) -> dict[str, Any]:
     return {option.name: option.value for option in code_options(stage.options)}
 
 
-@pytest.mark.parametrize(("kind", "name", "options"), CASES)
-@pytest.mark.parametrize("place", ["stage", "each", "repeat", "loop", "shared"])
-def test_the_file_of_a_pipeline_names_no_code(tmp_path, kind, name, options, place):
+PLACES = ("stage", "each", "repeat", "loop", "shared")
+
+
+# Every option in the stage itself, and those of a training in every place: expansion knows no kind of stage.
+@pytest.mark.parametrize(
+    ("place", "kind", "name", "options"),
+    [
+        pytest.param(
+            place, *case.values, id=f"{case.id}-{place}",
+            marks=() if place == "stage" or case.values[0] == "train" else pytest.mark.slow,
+        )
+        for place in PLACES
+        for case in CASES
+    ],
+)  # fmt: skip
+def test_the_file_of_a_pipeline_names_no_code(tmp_path, place, kind, name, options):
     stage = {"do": kind, **merged(STAGES[kind], nested(options))}
     content: dict[str, Any] = {"stages": {"s": stage}}
     if place == "each":

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from torch.distributed import TCPStore
-
 
 def fork_context() -> ForkServerContext:
     """For processes on the CPU. A process that uses CUDA, or imports torch in its own way, needs `spawn`."""
@@ -43,6 +41,8 @@ def run_module(
 
     With `ranks` it runs as many times, as under torchrun, which ends the other ranks when one has failed.
     """
+    from torch.distributed import TCPStore  # which ranks with a pretended device import after it is installed
+
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if ranks else None
     more = [torchrun_environment(rank, ranks, store.port) for rank in range(ranks)] if store else [{}]
     deadline = time.monotonic() + timeout

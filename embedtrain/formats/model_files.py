@@ -159,6 +159,10 @@ class ModelFiles(ABC):
         """Whether sentence-transformers opens the directory."""
         return True
 
+    def missing_packages(self, source: ModelSource) -> list[str]:
+        """Packages that are not installed, and without which sentence-transformers opens no such directory."""
+        return []
+
     def finish_weights(self, directory: Path) -> None:  # noqa: B027 - most have none
         """Write the files that are made of the weights of a directory."""
 

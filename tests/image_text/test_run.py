@@ -147,6 +147,8 @@ def test_pictures_are_mined_from_a_corpus(ranks, inputs, tmp_path):
         f"cache_dir={tmp_path / 'cache'}", "relative_margin=null",
     ]  # fmt: skip
     ranks(2, mine, arguments)
+    summary = (tmp_path / "mined" / "summary.json").read_text()
+    assert MARK not in summary and "[picture " in summary
     mined = tmp_path / "mined" / "more.jsonl"
     (store,) = read_sources([TrainSource(path=str(mined))], OnError.stop, cache=Cache(directory=tmp_path / "cache"))
     assert len(store) == 24 and store.report.num_pictures > 20

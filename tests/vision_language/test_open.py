@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 from transformers.models.smolvlm import processing_smolvlm
 
+from embedtrain.commands.verify import clients
 from embedtrain.config.kinds import kind_of_files
 from embedtrain.data.images.item import pictures_of
 from embedtrain.data.rows import Documents, Example
@@ -116,6 +118,16 @@ def test_vectors_are_those_of_transformers(folder, architecture):
     vectors = files.probe(encoder.eval(), tokenizer, {}, torch.device("cpu"))
     assert len(vectors) > len(PROBES) + 3
     torch.testing.assert_close(files.of_transformers(folder / architecture, source), vectors, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_vl", "modernvbert"])
+def test_verify_gives_transformers_the_tokens_of_texts(folder, tmp_path, architecture):
+    """A text is a message, and a long one is cut before what stands behind it."""
+    source, tokenizer = opened(folder / architecture, max_length=60)
+    source.kind.files.write(tmp_path, source, tokenizer)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for item in ("alpha", " two\nlines ", "alpha beta " * 60):
+        assert clients.message_ids({"model": str(tmp_path)}, theirs, item) == tokenizer.ids([item])[0]
 
 
 def test_only_texts_are_cut(folder):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.row_store import ArrowRows
 from embedtrain.data.rows import Example, format_row, text_keys
 from embedtrain.data.sampling.permutation import Purpose, make_key, permute
-from embedtrain.data.sources.pictures import written_item
+from embedtrain.data.sources.pictures import shown_item, written_item
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -403,8 +403,8 @@ class FilteredSource:
             examples.append(
                 {
                     "row": row.place,
-                    "query": row.query,
-                    "positive": row.positives.texts[index - first],
+                    "query": shown_item(row.query),
+                    "positive": shown_item(row.positives.texts[index - first]),
                     "rank": int(self.ranks[index]),
                     "score": float(self.scores[index]),
                 }

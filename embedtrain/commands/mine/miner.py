@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from embedtrain.commands.mine.stats import MiningStats, SuspectedLabel
 from embedtrain.data.rows import Example, format_row, text_keys
 from embedtrain.data.sampling.permutation import Purpose, make_key, random_bits
-from embedtrain.data.sources.pictures import written_item
+from embedtrain.data.sources.pictures import shown_item, written_item
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -358,10 +358,10 @@ def mine_row(
         return SuspectedLabel(
             source=target.source_name,
             place=row.place,
-            query=row.query,
-            positive=pool[int(query.answers[answer])],
+            query=shown_item(row.query),
+            positive=shown_item(pool[int(query.answers[answer])]),
             positive_score=float(query.answer_scores[answer]),
-            document=pool[int(query.candidates[best_candidate])],
+            document=shown_item(pool[int(query.candidates[best_candidate])]),
             score=float(query.scores[best_candidate]),
             written=bool(best_candidate in chosen or is_existing[best_candidate]),
         )

@@ -105,7 +105,11 @@ def run(options: VerifyOptions) -> list["Outcome"]:
         probe = probe_model(config, world)
     outcomes, served = [], ServedModel.open(directory, probe.source)
     for engine, python in pythons.items():
-        if reasons := SERVING_ENGINES[engine].reasons_against(served):
+        reasons = SERVING_ENGINES[engine].reasons_against(served)
+        if engine == "sentence_transformers" and python == sys.executable:
+            missing = probe.source.kind.files.missing_packages(probe.source)
+            reasons = [*reasons, *[f"it needs {' and '.join(missing)} to open this model"] * bool(missing)]
+        if reasons:
             console.note(f"{engine}: not compared, {'; '.join(reasons)}")
             continue
         with console.phase(f"encoding with {engine}"):

@@ -170,6 +170,20 @@ def sentence_transformers(given: Given) -> Output:
     return output
 
 
+def message_ids(given: Given, tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text as a message of the chat template; it is cut before what stands behind it."""
+    settings = read(given, "sentence_bert_config.json").get("processing_kwargs", {})
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, **settings.get("chat_template", {}))
+    is_special = not (tokenizer.bos_token and rendered.startswith(tokenizer.bos_token))
+    ids: list[int] = tokenizer(rendered, add_special_tokens=is_special, truncation=False)["input_ids"]
+    end = tokenizer(rendered.rpartition(text)[2], add_special_tokens=False)["input_ids"]
+    has_last = is_special and ids[-1] in (tokenizer.sep_token_id, tokenizer.eos_token_id) and ids[-1:] != end[-1:]
+    after = len(end) + has_last
+    excess = max(0, len(ids) - tokenizer.model_max_length)
+    return ids[: len(ids) - after - excess] + ids[len(ids) - after :]
+
+
 def transformers(given: Given) -> Output:
     """The output of transformers: its class, then what the directory says of pooling and normalisation."""
     import torch
@@ -221,8 +235,13 @@ def transformers(given: Given) -> Output:
             inputs = tokenizer(*each, truncation=True, padding=padding, return_tensors="pt")
             pooled = model.get_text_features(**inputs).pooler_output[0]
             rows.append((torch.nn.functional.normalize(pooled, dim=0) if is_normalized(given) else pooled).tolist())
+        # Of a vision-language model, whose processor gives a text alone to the tokenizer.
+        is_message = all((directory / name).is_file() for name in ("chat_template.jinja", "processor_config.json"))
         for each in texts if not rows else ():
-            output = model(**tokenizer(*each, truncation=True, return_tensors="pt"))
+            if is_message:
+                output = model(input_ids=torch.tensor([message_ids(given, tokenizer, each[0])]))
+            else:
+                output = model(**tokenizer(*each, truncation=True, return_tensors="pt"))
             if part == "scores":
                 rows.append(output.logits.item())
             else:

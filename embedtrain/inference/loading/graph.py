@@ -31,7 +31,7 @@ def load_graph(source: ModelSource, backend: Backend, world: World) -> LoadedMod
     """
     with world.fail_together("opening the graph"):
         if not source.kind.files.graph_outputs(source):
-            raise ConfigError(f"backend={backend.value}: model.kind={source.kind.name} has no graphs; write torch")
+            raise ConfigError(f"backend={backend.value}: {source.kind.files.no_graph(source)}; write torch")
         path = graph_file(source, backend)
         if not source.kind.files.graph_shapes(source, 1, 2):
             raise ConfigError(

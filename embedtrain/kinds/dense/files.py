@@ -159,10 +159,13 @@ class DenseFiles(ModelFiles):
             ]
         return lines
 
+    def missing_packages(self, source: ModelSource) -> list[str]:
+        """Those that transformers needs for the processor of a vision-language model."""
+        return missing_packages(source) if reads_pictures(source) else []
+
     def is_sentence_transformers(self, source: ModelSource) -> bool:
         """It knows no pooling of the user, and opens no processor of which transformers needs missing packages."""
-        is_opened = not reads_pictures(source) or not missing_packages(source)
-        return is_opened and isinstance(source.vectors.pooling, Pooling)
+        return not self.missing_packages(source) and isinstance(source.vectors.pooling, Pooling)
 
     def stored_shapes(self, source: ModelSource) -> dict[Path, dict[str, list[int]]]:
         """Those of a pooling of the user as well."""
@@ -177,7 +180,7 @@ class DenseFiles(ModelFiles):
 
     def require_check(self, source: ModelSource) -> None:
         """The processor of SmolVLM needs a package for the durations of videos."""
-        if reads_pictures(source) and "num2words" in (missing := missing_packages(source)):
+        if "num2words" in (missing := self.missing_packages(source)):
             raise ConfigError(
                 f"transformers cannot open an export of {source.config.model_type} without {', '.join(missing)}: "
                 "install them, or write export.check=false"

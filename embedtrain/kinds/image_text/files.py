@@ -172,6 +172,10 @@ class ImageTextFiles(ModelFiles):
                 )
         return vectors.float().cpu()
 
+    def no_graph(self, source: ModelSource) -> str:
+        """None that commands compute with."""
+        return "commands compute with no graphs of a model with a tower of texts and one of pictures"
+
     def graph_names(self, source: ModelSource) -> Sequence[str]:
         """As transformers.js and optimum have them."""
         if isinstance(source.settings.processing, NaFlex):

@@ -103,7 +103,7 @@ def read_vision(files: StoredModel, model: DenseOptions) -> VisionSettings | Non
     if not is_vision:
         return None
     require_known(config, directory)
-    if isinstance(vision := config.vision_config, PretrainedConfig) and hasattr(vision, "vision_use_head"):
+    if isinstance(vision := config.vision_config, PretrainedConfig) and vision.model_type.startswith("siglip"):
         vision.vision_use_head = False  # it pools a picture, which no vector needs
     if config.model_type == "paligemma":
         _attend_both_ways(config.get_text_config())
@@ -401,7 +401,7 @@ def open_processor(directory: Path, source: ModelSource) -> Any:
     """
     name, _ = _PROCESSORS[source.config.model_type]
     try:
-        image = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
+        image = _open_image_processor(directory, source)
         tokenizer = open_tokenizer(directory, source)
         base = getattr(transformers, name)
         opened = type(name, (base,), {"check_argument_for_proper_class": lambda *_: None})
@@ -413,6 +413,19 @@ def open_processor(directory: Path, source: ModelSource) -> Any:
         return opened(**parts, chat_template=tokenizer.chat_template)
     except Exception as error:
         raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
+
+
+def _open_image_processor(directory: Path, source: ModelSource) -> Any:
+    """The image processor of a directory, with Pillow."""
+    if isinstance(source.settings.processing, Tiles):
+        # Version 5.17 has a placeholder under this name where torchvision is not installed, which it does not need.
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+        is_smolvlm = source.config.model_type == "smolvlm"
+        opened = SmolVLMImageProcessorPil if is_smolvlm else Idefics3ImageProcessorPil
+        return opened.from_pretrained(directory, local_files_only=True)
+    return AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
 
 
 def encode_with_class(
@@ -451,9 +464,11 @@ def encode_with_class(
 
 
 def missing_packages(source: ModelSource) -> list[str]:
-    """Packages without which the class of the processor cannot be opened by `AutoProcessor`, for its videos."""
+    """Packages without which `AutoProcessor` cannot open the processor, nearly always for its videos."""
     _, video = _PROCESSORS[source.config.model_type]
-    needed = [] if video is None else ["torchvision", *["num2words"] * (source.config.model_type == "smolvlm")]
+    is_placeholder = getattr(getattr(transformers, "Idefics3ImageProcessorPil", None), "is_dummy", False)  # 5.17
+    needs_torchvision = video is not None or (isinstance(source.settings.processing, Tiles) and is_placeholder)
+    needed = ["torchvision"] * needs_torchvision + ["num2words"] * (source.config.model_type == "smolvlm")
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
 

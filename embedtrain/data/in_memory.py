@@ -272,13 +272,13 @@ class _Pictures:
                 return value
             return [self._named(element) for element in value]
         if isinstance(value, np.ndarray) and value.ndim == 3:
-            return {"image": self._write(_png(_image_of(value)), ".png")}
+            return {"image": self._write(png_bytes(_image_of(value)), ".png")}
         pillow = sys.modules.get("PIL.Image")
         if pillow is None or not isinstance(value, pillow.Image):
             return value
         known = self._names.get(id(value))
         if known is None or self.folder is not None:
-            known = self._names[id(value)] = (value, self._write(_png(value), ".png"))
+            known = self._names[id(value)] = (value, self._write(png_bytes(value), ".png"))
         return {"image": known[1]}
 
     def _write(self, data: bytes, suffix: str) -> str:
@@ -311,7 +311,7 @@ def _image_of(array: NDArray[Any]) -> Any:
     return pillow().fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
 
 
-def _png(image: Any) -> bytes:
+def png_bytes(image: Any) -> bytes:
     """The file of a picture of Pillow, upright."""
     from PIL import ImageOps
 

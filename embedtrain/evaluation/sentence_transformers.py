@@ -4,6 +4,7 @@ Checked on sentence-transformers 6.2, whose evaluators pass texts by position an
 """
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -14,6 +15,9 @@ from sentence_transformers.util.similarity import SimilarityFunction
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from embedtrain.data.images.files import PICTURES, header_of
+from embedtrain.data.images.item import Picture, join_parts
+from embedtrain.data.in_memory import png_bytes
 from embedtrain.data.sources.values import shorten
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import PROCESS_USE
@@ -21,6 +25,8 @@ from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.score import LEXICAL_WEIGHTS
+
+_PARTS = {"image", "text"}
 
 
 class SentenceTransformersAdapter:
@@ -62,7 +68,8 @@ class SentenceTransformersAdapter:
         `output_value`, those of tokens (`token_embeddings`), or the weight of each token id of each text
         (`lexical_weights`). Other options, such as `batch_size`, have no effect.
         """
-        texts = _texts(inputs)
+        is_single = _is_single(inputs)
+        texts = self._items([inputs] if is_single else list(inputs))
         role = TextRole.query if task == TextRole.query.value else TextRole.document
         part = self.encoder.encode(texts, self._prompt(prompt, prompt_name), role=role)
         outputs = self.encoder.score.outputs(part)
@@ -72,7 +79,7 @@ class SentenceTransformersAdapter:
         part = outputs[output_value]
         if output_value == LEXICAL_WEIGHTS:
             weights = [_lexical_weights(part.slice(i, i + 1)) for i in range(len(texts))]
-            return weights[0] if isinstance(inputs, str) else weights
+            return weights[0] if is_single else weights
         convert_to_numpy = part.sizes is None if convert_to_numpy is None else convert_to_numpy
         vectors: Any = part.values[:, :truncate_dim]
         if normalize_embeddings:
@@ -83,13 +90,13 @@ class SentenceTransformersAdapter:
             if convert_to_numpy and not convert_to_tensor:
                 vectors = vectors.cpu().numpy()
             of_texts = [vectors[end - size : end] for end, size in zip(part.sizes.cumsum(), part.sizes, strict=True)]
-            return of_texts[0] if isinstance(inputs, str) else of_texts
+            return of_texts[0] if is_single else of_texts
         if precision not in (None, "float32"):
             quantised = quantize_embeddings(vectors.cpu(), precision=precision)
             vectors = torch.from_numpy(quantised) if convert_to_tensor or not convert_to_numpy else quantised
         elif convert_to_numpy and not convert_to_tensor:
             vectors = vectors.cpu().numpy()
-        if isinstance(inputs, str):
+        if is_single:
             return vectors[0]
         return vectors if convert_to_tensor or convert_to_numpy else list(vectors)
 
@@ -131,6 +138,24 @@ class SentenceTransformersAdapter:
         return self.encoder.encode([]).values.shape[1]
 
     get_sentence_embedding_dimension = get_embedding_dimension
+
+    def _items(self, values: list[Any]) -> list[str]:
+        """Texts, and references to pictures; a ConfigError for what is neither, and would be encoded as "nan"."""
+        reads_pictures = self.encoder.tokenizer.layout.reads_pictures
+        items: list[str] = []
+        for position, value in enumerate(values):
+            parts = list(value.values()) if isinstance(value, Mapping) and value.keys() <= _PARTS else [value]
+            if not isinstance(value, str) and reads_pictures and parts and all(map(_is_part, parts)):
+                items.append(join_parts([part if isinstance(part, str) else _picture(part) for part in parts]))
+            elif isinstance(value, str):
+                items.append(value)
+            else:
+                what = "text, picture of Pillow, or mapping of image and text" if reads_pictures else "text"
+                raise ConfigError(
+                    f"encode: item {position} of {len(values):,} is {shorten(value)} ({type(value).__name__}), not a "
+                    f"{what}; leave it out, or write what it says as a str"
+                )
+        return items
 
     def _prompt(self, prompt: str | None, name: str | None) -> str:
         if prompt is not None:
@@ -201,17 +226,22 @@ class TextEncoder(SentenceTransformersAdapter):
         self.close()
 
 
-def _texts(inputs: Any) -> list[str]:
-    """The texts themselves; a ConfigError for what is none, which would be encoded as "None" or "nan"."""
-    is_list = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping)
-    texts = list(inputs) if is_list else [inputs]
-    for position, value in enumerate(texts):
-        if not isinstance(value, str):
-            raise ConfigError(
-                f"encode: item {position} of {len(texts):,} is {shorten(value)} ({type(value).__name__}), not a "
-                "text; leave it out, or write what it says as a str"
-            )
-    return texts
+def _is_single(inputs: Any) -> bool:
+    """Whether it is one item: a text, a picture, or a mapping."""
+    return isinstance(inputs, str | bytes | Mapping) or not isinstance(inputs, Iterable)
+
+
+def _picture(image: Any) -> Picture:
+    """The reference to a picture of Pillow, whose bytes are kept on disk until this process ends."""
+    data = png_bytes(image)
+    header = header_of(data)
+    PICTURES.add_bytes(header, data)
+    return header.picture
+
+
+def _is_part(value: Any) -> bool:
+    pillow = sys.modules.get("PIL.Image")
+    return isinstance(value, str) or (pillow is not None and isinstance(value, pillow.Image))
 
 
 class _NoModelCard:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from embedtrain import load_encoder
 from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.losses import InfoNCEConfig, LossDirection, PartitionMode, SigLIPConfig
 from embedtrain.config.optim import OptimConfig
@@ -123,6 +124,23 @@ def test_the_old_module_of_sentence_transformers(folder, tmp_path):
     torch.testing.assert_close(probe_outputs(encoder, source, tokenizer), expected, atol=1e-5, rtol=0)
     with pytest.raises(ConfigError, match=r"model\.kind=dense: .*write model\.kind=image_text"):
         open_model_source(model_options("dense", path=str(tmp_path), pooling="mean"))
+
+
+def test_the_python_api_encodes_pictures_of_pillow(folder):
+    """Alone, in a mapping and beside texts; a mapping with both is refused by this kind."""
+    _, encoder, tokenizer = opened(folder / "clip")
+    image = Image.open(PICTURES.place(pictures_of(picture_item(folder, 1))[0]).file)
+    with load_encoder(str(folder / "clip"), precision="fp32", quiet=True) as loaded:
+        vectors = loaded.encode_documents([TEXTS[0], image, {"image": image}, {"text": TEXTS[0]}])
+        np.testing.assert_array_equal(loaded.encode(image), vectors[1])
+        with pytest.raises(ModelError, match="a text and a picture"):
+            loaded.encode([{"image": image, "text": "both"}])
+        with pytest.raises(ConfigError, match=r"item 0 of 1 is 3 \(int\), not a text, picture of Pillow"):
+            loaded.encode([3])
+    tokens = tokenizer.tokens([TEXTS[0], picture_item(folder, 1)] * 2)
+    with torch.no_grad():
+        expected = torch.cat([encoder(tokenizer.chunk(tokens, [row]))[0] for row in (0, 1, 1, 0)])
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
 
 
 def test_directories_of_earlier_years(folder, tmp_path):

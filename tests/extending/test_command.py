@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.config.columns import DataPath
 from embedtrain.config.commands import DATA, Command
 from embedtrain.config.compose import compose_command
 from embedtrain.config.options import option
@@ -37,7 +38,7 @@ def compose(arguments: list[str]) -> ShortenOptions:
 
 def require_paths(options: ShortenOptions) -> None:
     """Raise a ConfigError if there is no such file."""
-    require_sources((), [str(Path(options.data).absolute())])
+    require_sources((), [DataPath(path=str(Path(options.data).absolute()))])
 
 
 def run(options: ShortenOptions) -> None:

@@ -279,18 +279,24 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     The norm is that of the full gradient over all shards, the same number on every rank. It stays on the device of the
     shards, so that nothing waits for it; with `parallel.cpu_offload` that is the CPU, while the loss is on the GPU.
     """
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    sharded = [parameter for parameter in with_grad if isinstance(parameter.grad, DTensor)]
-    plain = [parameter for parameter in with_grad if not isinstance(parameter.grad, DTensor)]  # of the loss
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sharded = [grad for grad in grads if isinstance(grad, DTensor)]
+    plain = [grad for grad in grads if not isinstance(grad, DTensor)]  # of the loss
+    # Not the DTensors: of an operation on all of them at once it derives the layouts, which takes 0.7 seconds of the
+    # first step for two hundred weights.
+    shards = [grad.to_local() for grad in sharded]
     norms: list[Tensor] = []
-    for part in filter(None, (sharded, plain)):
-        total = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
-        # The norm of shards is a DTensor of partial sums until it is reduced.
-        norms.append(total.full_tensor() if isinstance(total, DTensor) else total)
+    if shards:
+        squares = torch.nn.utils.get_total_norm(shards).square()
+        dist.all_reduce(squares, group=sharded[0].device_mesh["shard"].get_group())
+        norms.append(squares.sqrt())
+    if plain:
+        norms.append(torch.nn.utils.get_total_norm(plain))
     norm = torch.stack([part.to(norms[0].device) for part in norms]).norm() if norms else torch.zeros(())
     if max_norm is not None:
-        for part in filter(None, (sharded, plain)):
-            torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grads_with_norm_
+        for part in filter(None, (shards, plain)):
+            torch._foreach_mul_(part, scale.to(part[0].device))
     return norm
 
 

@@ -78,8 +78,7 @@ COLLECTIVES = {
     "cuda _allgather_base_": 5,
     "cuda _reduce_scatter_base_": 4,
     "cuda alltoall_base_": 2,
-    "cuda allreduce_": 3,
-    "cuda all_reduce": 1,
+    "cuda allreduce_": 4,
 }
 
 

@@ -90,7 +90,7 @@ def on_ranks(
             backward = Backward(loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy())
             output, finite = backward(cut_for(rows, world, loaded.tokenizer, chunk_tokens, activation_tokens))
             assert finite
-            grads = {name: whole(p.grad) for name, p in loaded.encoder.named_parameters() if p.grad is not None}
+            grads = whole({n: p.grad for n, p in loaded.encoder.named_parameters() if p.grad is not None})
             results[-1].append((sum(world.gather(output.local_loss.item())), grads))
     return results
 

@@ -35,6 +35,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.inference.loading.load import quiet_libraries
 from tests.conftest import ROOT
+from tests.marks import slow_but
 from tests.pretend_cuda.device import host_reads
 
 QUICK = ("search",)
@@ -180,7 +181,7 @@ def reads_of_a_step(world: World, name: str) -> dict[str, int]:
     return dict(reads)
 
 
-@pytest.mark.parametrize("name", ["XLM-R-large", *gpu_main.OTHER_KINDS])
+@pytest.mark.parametrize("name", slow_but(["XLM-R-large"], ["XLM-R-large", *gpu_main.OTHER_KINDS]))
 def test_measured_steps_wait_for_the_device_as_those_of_a_run(cuda_ranks: Any, name: str) -> None:
     """Once: otherwise the tables would show waits that training does not have."""
     (reads,) = cuda_ranks(1, reads_of_a_step, name)
@@ -308,7 +309,7 @@ def test_kernels_read_their_arguments_and_write_their_results() -> None:
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="TorchInductor's names of torch 2.13")
-@pytest.mark.parametrize("name", memory_traffic.MODELS)
+@pytest.mark.parametrize("name", slow_but(["XLM-R-large"], memory_traffic.MODELS))
 def test_compiled_and_recomputed_blocks_are_counted(name: str) -> None:
     """Compiled blocks launch fewer kernels for the same products; recomputation keeps less, and computes more."""
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -183,7 +183,7 @@ def mine(
         model: a model directory or Hub id, or the result of `train`.
         data: as `data` of `train`.
         output_dir: a new folder for the mined rows.
-        corpus: further documents to search: a path or a list of paths.
+        corpus: further documents to search: a path, a mapping of options of `DataPath`, or a list of these.
         options, more: other options of the command, such as `negatives`, `relative_margin`, `teacher`.
     """
     memory = InMemoryData()

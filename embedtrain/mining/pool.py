@@ -22,7 +22,7 @@ from embedtrain.data.cache.document_store import MappedTexts, know_pictures
 from embedtrain.data.cache.row_store import ArrowRows, RowStore, read_sources
 from embedtrain.data.rows import Example, TextFormat, text_keys
 from embedtrain.data.sources.layouts import TEXTS_ONLY
-from embedtrain.data.sources.part_reader import PartPiece
+from embedtrain.data.sources.part_reader import PartPiece, PartReader, require_image_columns
 from embedtrain.data.sources.parts import SourcePart
 from embedtrain.data.sources.reader import DocumentReader
 from embedtrain.data.sources.resolve import (
@@ -187,7 +187,9 @@ def corpus_parts(corpus: Sequence[DataPath]) -> list[SourcePart]:
         corpus_files = sorted(folder.glob("corpus.*")) if folder.is_dir() else []
         name, revision = split_revision(each.path)
         source = TrainSource(path=str(corpus_files[0]) if corpus_files else name, revision=revision)
-        parts += [part.with_pictures(each) for part in resolve_parts(source, every_split=True)]
+        of_each = [part.with_pictures(each) for part in resolve_parts(source, every_split=True)]
+        require_image_columns(PartReader(), of_each)
+        parts += of_each
     return parts
 
 

@@ -147,3 +147,34 @@ def test_columns_of_parquet(tmp_path):
         shown = " ".join(store.report.problems)
         assert f"{name}.parquet: row 2: " in shown and "a file of 7 bytes, and it is no picture" in shown
         assert store.report.rows.num_skipped == 3
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_pictures(ranks, tmp_path):
+    """4,000 different ones, whose names are links; both ranks read headers."""
+    (tmp_path / "data").mkdir()
+    rows = tmp_path / "data" / "rows.jsonl"
+    with rows.open("w") as file:
+        for i in range(100_000):
+            path = tmp_path / "data" / f"{i:06}.png"
+            if i < 4000:
+                path.write_bytes(encoded(i % 400) + i.to_bytes(2, "big"))
+            else:
+                path.hardlink_to(tmp_path / "data" / f"{i % 4000:06}.png")
+            file.write(json.dumps({"caption": f"caption {i}", "image": path.name}) + "\n")
+    counts = ranks(2, prepare_many, rows)
+    assert all(count == (100_000, 4000) for count, *_ in counts)
+    assert all(memory < 150 and seconds < 60 for _, memory, seconds in counts), counts
+    printed = call("inspect", f"data={rows}", f"cache_dir={tmp_path / 'cache'}", f"pictures={tmp_path / 'page.html'}")
+    assert "4,000 different pictures" in printed
+    assert (tmp_path / "page.html").read_text().count("<img") == 60
+
+
+def prepare_many(world: World, path: Path) -> tuple[tuple[int, int], float, float]:
+    """Rows and different pictures; MiB and CPU seconds of this rank."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    (store,) = read_sources(
+        [TrainSource(path=str(path))], OnError.stop, cache=Cache.of_world(path.parent / "cache", world)
+    )
+    used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, time.process_time() - start
+    return (len(store), store.report.num_pictures), *used

@@ -25,6 +25,8 @@ from embedtrain.data.sources.values import MAX_DEPTH, BadRow, list_names
 from embedtrain.errors import DataError
 
 KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
+# A line that names a picture is as much work as so many times its bytes of text: the file is opened and hashed.
+_PICTURE_BYTES = 64
 _NUM_FIRST_ROWS = 16  # which tell what a column of names of files has
 
 
@@ -89,6 +91,8 @@ class PartReader:
         starts: Sequence[int]
         match part.kind:
             case PartKind.jsonl:
+                if self.pictures_version(part) is not None:
+                    piece_bytes = max(1, piece_bytes // _PICTURE_BYTES)
                 starts = range(0, splittable_size(part.name) or 1, piece_bytes)
             case PartKind.parquet:
                 starts = _starts(parquet_sizes(part.name), piece_bytes)

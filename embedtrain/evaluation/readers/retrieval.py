@@ -17,7 +17,7 @@ from embedtrain.data.cache.document_store import MappedCorpus, documents_build
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import QUERY_NAMES, find_column, normalized
 from embedtrain.data.sources.files import file_size, read_lines
-from embedtrain.data.sources.part_reader import PartPiece
+from embedtrain.data.sources.part_reader import PartPiece, PartReader, require_image_columns
 from embedtrain.data.sources.parts import FOLDER_SUFFIXES, PartKind, SourcePart, files_in, part_of_file, suffix_of
 from embedtrain.data.sources.pictures import SUFFIXES
 from embedtrain.data.sources.reader import DocumentReader, SourceReader, parse_document
@@ -75,6 +75,7 @@ def read_beir_folder(folder: Path, name: str, config: EvaluationSet, cache: Cach
     files = find_retrieval_files(_names_in(folder), folder)
     corpus, queries = _require_file(files.corpus, folder, "corpus"), _require_file(files.queries, folder, "queries")
     corpus, queries = corpus.with_pictures(config), queries.with_pictures(config)
+    require_image_columns(PartReader(), [corpus, queries])
     split = choose_split(sorted(files.judgements), config.split, f"{folder}/qrels")
     qrels = judgements_part(files.judgements[split][0])
     # The small tables first, so that their errors are reported before a large corpus is read.
@@ -366,6 +367,7 @@ def read_any_corpus(path: Path, cache: Cache | None = None, pictures: DataPath |
         return read_corpus(path, cache, pictures)
     if path.is_file():
         part = part_of_file(str(path)).with_pictures(pictures)
+        require_image_columns(PartReader(), [part])
         has_ids = _document_ids(part)
         if has_ids:
             return read_corpus(path, cache, pictures)

@@ -17,6 +17,7 @@ from PIL import Image
 
 from embedtrain.config.parsing import parse_corpus
 from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache import row_store
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.row_store import RowStore, read_sources
 from embedtrain.data.cache.token_store import TokenRequest, prepare_all
@@ -118,6 +119,19 @@ def test_texts_beside_pictures_that_are_not_used(folder):
     rows = [{"query": f"a{reference}", "passage": "b", "image": "https://example.org/1.jpg"}] * 2
     (row, _) = read(write_rows(folder / "rows.jsonl", rows))
     assert row.texts == (f"a{reference}".replace(MARK, "\ufffd"), "b")
+
+
+def test_texts_lose_the_mark_in_every_spelling(folder):
+    """Also where single bytes of a line show that it has neither objects nor the mark."""
+    reference = "0000000000000001 8x8"
+    marks = ("\ufdd0", "\\ufdd0", "\\uFdD0")
+    lines = [f'{{"query": "a", "pos": ["{mark}{reference}{mark}"]}}' for mark in marks]
+    lines += [f' {{"query": "a", "pos": [{{"text": "{mark}{reference}{mark}"}}]}}' for mark in marks]
+    (folder / "rows.jsonl").write_text(
+        "\n".join([*lines, '{"query": "a", "pos": ["\uff5b { \u00e9"]}']), encoding="utf-8"
+    )
+    texts = [row.positives.texts for row in read(folder / "rows.jsonl")]
+    assert texts == [(f"\ufffd{reference}\ufffd",)] * 6 + [("\uff5b { \u00e9",)]
 
 
 def test_images_in_parquet(folder):
@@ -231,6 +245,17 @@ def test_declared_columns(folder):
         read(folder / "rows.parquet", image_columns=["content", "other"])
 
 
+def test_pieces_that_several_processes_read(folder, monkeypatch):
+    """A file of names of pictures is cut 64 times as often as one of texts."""
+    rows = [{"query": "a", "pos": [{"image": f"photos/{1 + i % 3}.png"}]} for i in range(39)]
+    path = write_rows(folder / "rows.jsonl", rows)
+    monkeypatch.setattr(row_store, "PIECE_BYTES", path.stat().st_size * 8)
+    store = read(path)
+    assert len(list((folder / "cache").glob("*/rows-0*"))) == 9
+    assert items(store) == [[["a"], [picture(1 + i % 3)]] for i in range(39)] and store.report.num_pictures == 3
+    assert [decode_picture(PICTURES.place(picture(i)), picture(i)).height for i in (1, 2, 3)] == [11, 12, 13]
+
+
 def test_base64(folder):
     """Alone or as a data URI, also broken into lines and as a part of a message; the bytes are in the cache."""
     coded, alone = (base64.b64encode(encoded(seed)).decode() for seed in (1, 2))
@@ -282,6 +307,8 @@ def test_a_corpus_of_its_own(folder):
     assert read_any_corpus(path, pictures=corpus).texts == documents
     rows = write_rows(folder / "rows.jsonl", [{"question": "q", "scan": "9.png"}])
     assert read_any_corpus(rows, pictures=corpus).texts == documents[:1]
+    with pytest.raises(DataError, match=r"image_columns: there is no 'page', only _id, scan, text"):
+        corpus_parts(parse_corpus([value | {"image_columns": ["page"]}]))
     with pytest.raises(DataError, match=r"corpus\.jsonl:1: .*'9\.png'"):
         corpus_of = corpus_parts(parse_corpus([value | {"image_dir": None}]))
         list(all_documents([], corpus_of, lambda *_: None))

@@ -354,6 +354,10 @@ def check_models(stage: Stage, stages: Mapping[str, Stage]) -> None:
         takes = _taken(stage, _INDEX.sub("", name))
         producer = _producer(value, stages)
         kind = None if producer is None else kind_of_model(producer, stages)
+        if stage.is_training and name == "model.path" and producer is not None and kind is not None:
+            if kind.name != stage.options.model.kind:
+                kind.require_other(Path(value), f"what stage {producer.name} writes", stage.options.model)
+            continue
         if takes is None or producer is None or kind is None or takes(kind):
             continue
         advice = _RERANKER_ADVICE.get(stage.command.name, "") if kind.scores_pairs and name == MODEL else ""

@@ -318,6 +318,16 @@ def test_a_stage_takes_models_of_its_kinds(run_inputs, tmp_path, stage, message)
     assert str(error.value).startswith("stages.last: ")
 
 
+def test_a_training_names_the_kind_of_the_model_that_it_starts_from(run_inputs, tmp_path):
+    content, path = small_pipeline(run_inputs, evaluation={}), str(run_inputs / "model")
+    rows = {"data": {"train": [str(run_inputs / "train.jsonl")]}}
+    content["stages"]["pictures"] = TRAINING | rows | {"model": {"kind": "image_text", "path": path}}
+    content["stages"]["last"] = TRAINING | rows | {"model": {"pooling": "mean"}, "init": {"from": "pictures"}}
+    message = r"^stages\.last: model\.kind=dense: .* is what stage pictures writes; write model\.kind=image_text"
+    with pytest.raises(ConfigError, match=message):
+        compose(tmp_path, content)
+
+
 def test_an_unknown_pipeline_is_named_with_those_that_exist():
     with pytest.raises(ConfigError, match=r"pipelines/quickstrat.*pipelines/quickstart"):
         compose_pipeline(["recipe=pipelines/quickstrat"])

@@ -21,7 +21,7 @@ from embedtrain.config.kinds import kind_of_files, load_kind
 from embedtrain.config.losses import InfoNCEConfig, LossDirection, PartitionMode, SigLIPConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.recipe import ExportConfig, LoraConfig, Precision, Strategy
-from embedtrain.data.images.files import PICTURES, Place
+from embedtrain.data.images.files import PICTURES, Place, image_identity
 from embedtrain.data.images.item import Picture, pictures_of
 from embedtrain.data.images.layout import BLANK
 from embedtrain.distributed.sharding import ParallelLayout
@@ -302,6 +302,17 @@ def test_a_plan_reads_no_file(folder):
     assert tokenizer.layout.towers(np.zeros(2, np.bool_), tokens.take).tolist() == [1, 0]
     with pytest.raises(DataError, match=r"gone\.jpg"):
         tokenizer.chunk(tokens, [0])
+
+
+def test_another_pillow_changes_vectors_and_no_batch(folder, monkeypatch):
+    """Stored vectors name the version that pixels depend on; tokens, lengths and so the order of a run do not."""
+    source, _, tokenizer = opened(folder / "clip")
+    before, tokens = source.kind.identity(source), tokenizer.fingerprint
+    image_identity.cache_clear()
+    monkeypatch.setattr("PIL.__version__", "1.0")
+    assert "Pillow 1.0" in str(source.kind.identity(source)) and source.kind.identity(source) != before
+    assert opened(folder / "clip")[2].fingerprint == tokens
+    image_identity.cache_clear()
 
 
 def test_plans_know_the_vision_tower(folder):

@@ -1,25 +1,38 @@
 """Plans of models that read pictures, compared with what real passes keep and compute."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
-from embedtrain.config.recipe import Precision
-from embedtrain.data.types import Chunk
+from embedtrain.config.recipe import Precision, Strategy
+from embedtrain.data.images.files import PICTURES, Place, read_picture
+from embedtrain.data.images.processing import QwenPatches
+from embedtrain.data.prefetch import Prefetcher
+from embedtrain.data.rows import Documents, Example
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Chunk, GlobalBatch
 from embedtrain.distributed.block_compute import recompute_activations
+from embedtrain.distributed.sharding import ParallelLayout
+from embedtrain.formats.chat_template import ItemTemplate
 from embedtrain.formats.source import open_model_source
 from embedtrain.inference.loading.load import model_tokenizer
+from embedtrain.kinds.dense.model import Markup, VisionLayout
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
-from embedtrain.planning.memory import StepWorkload
+from embedtrain.planning.memory import ClusterSpec, StepWorkload, step_memory
 from embedtrain.planning.model_costs import LiveBytes, ModelSpec, measure_activations, model_spec
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from tests.image_text.models import image_text, picture_item, save_image_text
 from tests.marks import slow_but
-from tests.vision_models import QWEN, chunk_of, item_of, vision_encoder
+from tests.memory import MB, memory_growth
+from tests.small import small_tokenizer, text, tokenised
+from tests.vision_models import END, IMAGE, QWEN, START, chunk_of, item_of, vision_encoder
 
 # Pictures of 256 tokens, or of 32 tiles.
 SHAPES = {True: [1, (32, 32)], False: [1, (64, 0)]}
@@ -117,6 +130,52 @@ def test_bytes_of_a_tower_of_pictures_are_those_of_a_pass(tmp_path, name, recomp
         parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     kept, _ = measured(tower, chunk)
     assert plan.cached(len(blocks)) == pytest.approx(kept, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_prepared_batches_of_large_pictures_take_what_is_planned(tmp_path, workers):
+    """16 pictures of a megapixel each in a batch, in one chunk: none is in memory twice."""
+    side = 1024
+    encoder, family = vision_encoder("qwen3_vl"), vision_encoder("qwen3_vl").vision
+    values = {"resample": 3, "scale": 1 / 255, "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    processing = QwenPatches(
+        **values, patch_size=16, merge_size=2, temporal_size=2, min_area=1024, max_area=side * side
+    )
+    encoder.decoded_bytes = processing.bytes_per_patch * 4
+    template = replace(ItemTemplate.of_text("{prompt}{item}", "", None), special_tokens=False)
+    markup = Markup(template, IMAGE, lambda rows, columns: [START, *[IMAGE] * (rows * columns // 4), END])
+    layout = VisionLayout(small_tokenizer(), processing, family, markup)
+    tokenizer = TextTokenizer(small_tokenizer(), 2000, layout, packed=True)
+    items = []
+    for seed in range(8):
+        place = Place(str(tmp_path / f"{seed}.jpg"))
+        blocks = np.random.default_rng(seed).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(blocks).resize((side, side), Image.Resampling.NEAREST).save(place.file)
+        picture = read_picture(place)
+        PICTURES.add(picture, place)
+        items.append(str(picture))
+    rows = tuple(Example(text(number, 3), Documents((items[number % 8],))) for number in range(16))
+    batch, made = tokenised(GlobalBatch(0, rows), tokenizer), list[int]()
+
+    def make(number: int) -> RankBatch:
+        prepared = make_rank_batch(batch, 0, 1, tokenizer, ChunkOptions(10**9))
+        made.append(number)
+        return prepared
+
+    work = StepWorkload(rows=16, texts_per_row=1, tokens_per_text=1026)
+    one = ParallelLayout(Strategy.ddp, 1, 1, "")
+    machine = ClusterSpec(ranks=1, per_node=1, memory=10**12, gpu=False)
+    plan = step_memory(planned(encoder, 1026), one, machine, work, reduce_per_step=True).pictures / MB
+    make(0)  # what a process never frees
+    made.clear()
+    peaks = list[float]()
+    with memory_growth(peaks):
+        for number, _ in enumerate(Prefetcher(make, 0, 6, workers=workers, ahead=2)):
+            while len(made) < min(6, number + 3):  # a step takes longer than its batches
+                time.sleep(0.02)
+    assert plan == pytest.approx(4 * 16 * 3 * side**2 / MB, rel=0.01)
+    assert 0.8 * plan < peaks[0] < 1.1 * plan
 
 
 def test_a_row_is_planned_as_it_is_chunked():

@@ -232,8 +232,22 @@ class VisionLayout(PictureLayout):
         width = None if packed else chunk.ids.shape[1]
         return chunk.replaced(
             pictures=self.family.picture_rows(expanded.lengths, np.array(first_rows), np.array(grids), width),
-            decoded={"pixels": torch.cat([self._pixels(picture) for picture in slots.pictures()])},
+            decoded={"pixels": self._all_pixels(slots.pictures(), grids)},
         )
+
+    def _all_pixels(self, pictures: Sequence[Picture], grids: Sequence[tuple[int, int]]) -> Tensor:
+        """The bytes of pictures, in memory that is allocated once: all of a chunk may be gigabytes."""
+        is_patches = isinstance(self.processing, QwenPatches)
+        count = sum(rows * columns for rows, columns in grids) if is_patches else len(grids)
+        width, height = pictures[0].width, pictures[0].height
+        shape = self.processing.pixel_shape(width, height)
+        values = shape if isinstance(self.processing, FixedSize) else shape[1:]
+        pixels, begin = torch.empty((count, *values), dtype=torch.uint8), 0
+        for picture in pictures:
+            part = self._pixels(picture)
+            pixels[begin : begin + len(part)] = part
+            begin += len(part)
+        return pixels
 
     def with_further(self, chunk: Chunk) -> Chunk:
         """The chunk with a picture of zeros whose rows stand nowhere, if it has none."""

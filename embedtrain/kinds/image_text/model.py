@@ -4,7 +4,7 @@ N: items; L: tokens of a padded text; P: patches of the largest picture; H: hidd
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from types import MethodType
 from typing import Any, ClassVar
@@ -385,7 +385,7 @@ class ImageTextLayout(PictureLayout):
         if len(slots):
             pictures = slots.pictures()
             grids = [self.processing.grid(picture.width, picture.height) for picture in pictures]
-            return picture_chunk(self.processing, [self.pixels(picture) for picture in pictures], grids, rows)
+            return picture_chunk(self.processing, map(self.pixels, pictures), grids, rows)
         if self.padded_length is None:
             return super().chunk(tokens, rows, packed=packed)
         ids = np.full((len(tokens), self.padded_length), int(self.tokenizer.pad_token_id or 0), dtype=np.int64)
@@ -415,15 +415,22 @@ def _only_picture(item: str, prompt: str) -> Picture:
 
 
 def picture_chunk(
-    processing: ImageProcessing, pixels: Sequence[Tensor], grids: Sequence[tuple[int, int]], rows: Sequence[int]
+    processing: ImageProcessing, pixels: Iterable[Tensor], grids: Sequence[tuple[int, int]], rows: Sequence[int]
 ) -> Chunk:
-    """Pictures as a chunk for their tower: the bytes of each, and its rows and columns of patches."""
+    """Pictures as a chunk for their tower: the bytes of each, and its rows and columns of patches.
+
+    `pixels` are read one by one into memory that is allocated once: those of a chunk may be gigabytes.
+    """
     counts = torch.tensor([height * width for height, width in grids])
     mask = (torch.arange(int(counts.max())) < counts[:, None]).long()
     chunk = Chunk(torch.zeros_like(mask), mask, tuple(rows), has_padding=bool((mask == 0).any()), tower=IMAGE)
+    shape = processing.pixel_shape(1, 1)
     if not isinstance(processing, NaFlex):
-        return chunk.replaced(decoded={PIXELS: torch.stack(list(pixels))})
-    patches = torch.zeros((*mask.shape, *pixels[0].shape[1:]), dtype=torch.uint8)
+        pictures = torch.empty((len(grids), *shape), dtype=torch.uint8)
+        for picture, own in zip(pictures, pixels, strict=True):
+            picture.copy_(own)
+        return chunk.replaced(decoded={PIXELS: pictures})
+    patches = torch.zeros((*mask.shape, *shape[1:]), dtype=torch.uint8)
     for padded, own in zip(patches, pixels, strict=True):
         padded[: len(own)] = own
     return chunk.replaced(decoded={PIXELS: patches}, grids=np.array(grids, dtype=np.int64))

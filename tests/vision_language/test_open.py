@@ -237,6 +237,22 @@ def test_other_models_with_a_vision_tower_are_refused(folder, tmp_path):
         open_model_source(model_options("dual_encoder", **towers, document=towers["query"]))
 
 
+def test_a_model_of_random_weights_has_the_files_of_its_tokenizer(folder):
+    directory = folder / "qwen2_vl"
+    config = json.loads((directory / "config.json").read_text())
+    options = {"config": config, "tokenizer": str(directory), "pooling": "last"}
+    source = open_model_source(model_options("dense", **options, image=ImageOptions(max_pixels=512)))
+    stored, expected = opened(directory, image=ImageOptions(max_pixels=512))
+    assert source.directory is None and source.settings == stored.settings
+    tokenizer = load_tokenizer(source, str(directory))
+    layout = source.kind.layout(source, tokenizer)
+    assert layout.identity == expected.layout.identity
+    state = full_state_dict(source, 0)
+    assert {name: weight.shape for name, weight in state.items()} == {
+        name: weight.shape for name, weight in assemble_encoder(stored).state_dict().items()
+    }
+
+
 def test_commands_that_change_models_of_texts_refuse_it(folder):
     with pytest.raises(ConfigError, match=r"a vision-language model \(qwen2_vl\) has no ONNX graph; sentence-trans"):
         require_graph(opened(folder / "qwen2_vl")[0])

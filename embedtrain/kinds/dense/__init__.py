@@ -130,10 +130,12 @@ class Dense(BackboneKind):
 
     def new(self, source: "ModelSource", model: DenseOptions) -> "ModelSource":
         """A model of random weights."""
-        from embedtrain.kinds.dense.source import require_no_pictures, require_pooling_option, with_options
+        from embedtrain.kinds.dense.source import require_pooling_option, with_options
+        from embedtrain.kinds.dense.vision import new_vision
 
-        require_no_pictures(source)
         require_pooling_option(model, "a model made from model.config")
+        if (vision := new_vision(source.config, model)) is not None:
+            source = replace(source, settings=vision)
         return with_options(source, model)
 
     def score(self, source: "ModelSource") -> "Score":

@@ -42,15 +42,6 @@ def read(kind: Kind, directory: Path, model: DenseOptions, route: Sequence[Modul
     return with_options(source, model)
 
 
-def require_no_pictures(source: ModelSource) -> None:
-    """Raise ConfigError for a vision-language model that is made from model.config."""
-    if getattr(source.config, "vision_config", None) is not None:
-        raise ConfigError(
-            f"model.config.model_type={source.config.model_type}: how pictures are read, and the chat template, are "
-            "in the files of a model; write model.path"
-        )
-
-
 def require_pooling_option(model: DenseOptions, what: str) -> None:
     """A ConfigError without `model.pooling`, which `what`, in words for the message, does not define."""
     if model.pooling is None:

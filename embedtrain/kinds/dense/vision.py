@@ -31,12 +31,15 @@ from embedtrain.data.tokens import UNLIMITED, TextTokenizer
 from embedtrain.data.types import Chunk
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
 from embedtrain.formats.chat_template import ItemTemplate, read_item_template, write_item_template
+from embedtrain.formats.hub import resolve_directory
+from embedtrain.formats.sentence_transformers import DirectoryModules
 from embedtrain.formats.source import StoredModel
-from embedtrain.formats.transformers import open_tokenizer, read_tokenizer, write_tokenizer
+from embedtrain.formats.transformers import TOKENIZER_FILES, open_tokenizer, read_tokenizer, write_tokenizer
 from embedtrain.kinds.dense.model import Markup, VisionLayout, to_pixels
 from embedtrain.kinds.dense.options import DenseOptions, check_vision
 from embedtrain.models.encoder import Encoder, Head, prepare_backbone
 from embedtrain.models.file_references import read_json
+from embedtrain.models.security import require_safe_files
 from embedtrain.models.types import ModelSource
 from embedtrain.models.vision_language import vision_family
 from embedtrain.utils.files import write_json
@@ -119,6 +122,30 @@ def read_vision(files: StoredModel, model: DenseOptions) -> VisionSettings | Non
         chat_options=chat_options,
         frozen=model.image.frozen,
     )
+
+
+def new_vision(config: PretrainedConfig, model: DenseOptions) -> VisionSettings | None:
+    """Those of a model of random weights: how pictures are read, and the chat template, of `model.tokenizer`."""
+    directory, is_vision = Path(), getattr(config, "vision_config", None) is not None
+    if is_vision:
+        if model.tokenizer is None:
+            raise ConfigError(
+                f"model.config.model_type={config.model_type}: how pictures are read, and the chat template, are in "
+                "the files of a model; write its directory or Hub id as model.tokenizer"
+            )
+        options = "model.tokenizer", "model.tokenizer_revision"
+        directory = resolve_directory(model.tokenizer, model.tokenizer_revision, *options, TOKENIZER_FILES)
+        require_safe_files(directory, trust_remote_code=model.trust_remote_code)
+    files = StoredModel(
+        root=directory,
+        directory=directory,
+        config=config,
+        modules=DirectoryModules(transformer=directory),
+        transformer={},
+        settings={},
+        trust_remote_code=model.trust_remote_code,
+    )
+    return read_vision(files, model)
 
 
 def _attend_both_ways(config: PretrainedConfig) -> None:

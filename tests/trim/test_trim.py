@@ -128,7 +128,7 @@ def test_merges_keep_their_intermediate_tokens():
         ([], r"data=null: is missing"),
         (["corpus=[a.jsonl]", "top=0"], r"top=0: "),
         (["corpus=[a.jsonl]", "min_count=0"], r"min_count=0: "),
-        (["corpus=[3]"], r"corpus=\[3\]: must be"),
+        (["corpus=[3]"], r"corpus\[0\]=3 is neither a path nor a mapping"),
     ],
 )
 def test_wrong_options_are_named(options, message):

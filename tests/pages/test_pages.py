@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from embedtrain.commands.pages.rendering import Document, Workers
+from embedtrain.config.columns import DataPath
 from embedtrain.data.sources.part_reader import PartPiece
 from embedtrain.data.sources.parts import SourcePart
 from embedtrain.data.sources.reader import DocumentReader
@@ -104,7 +105,7 @@ def test_the_rows_are_a_corpus_of_pictures(tmp_path: Path) -> None:
     write_pdf(tmp_path / "in" / "a.pdf", "first", "second")
     output = tmp_path / "pages"
     pages(tmp_path / "in", output, "dpi=72")
-    (part,) = corpus_parts([str(output / "pages.jsonl")])
+    (part,) = corpus_parts([DataPath(path=str(output / "pages.jsonl"))])
     reader = DocumentReader([part], part.name, group_column="pdf")
     documents = [document for _, document in reader.documents(PartPiece(part))]
     assert isinstance(part, SourcePart)

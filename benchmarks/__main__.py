@@ -10,6 +10,7 @@ TABLES = (
     "caching",
     "encoding",
     "pictures",
+    "picture_steps",
     "graphs",
     "reranking",
     "collectives",

@@ -1,7 +1,7 @@
 """Encoding pictures compared with SentenceTransformer.encode; both times include reading and decoding the files."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,24 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image, ImageDraw
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Normalize
+from sentence_transformers.sentence_transformer.modules import Pooling as Pooled
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from benchmarks.inputs import text_tokenizer
 from benchmarks.measure import interleave, markdown, ratio, require, speed, unit
 from benchmarks.workloads import descriptions
 from embedtrain.config.evaluation import EvaluationConfig
-from embedtrain.config.recipe import ParallelConfig, Precision
+from embedtrain.config.recipe import ParallelConfig, Pooling, Precision
 from embedtrain.data.images.files import PICTURES, Place, read_picture
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.loading.load import load_model
+from embedtrain.inference.loading.load import LoadedModel, load_model
+from embedtrain.kinds.dense.options import DenseOptions
 from embedtrain.kinds.image_text.options import ImageTextOptions
 
 PICTURE_COUNT = 96
@@ -32,6 +38,10 @@ MIN_COSINE = 0.9999
 SIZES = ((640, 480), (1024, 768), (800, 1100), (1200, 300), (224, 224), (480, 854))
 VOCABULARY = 32_768  # more than the tokenizer has, to which processors add tokens
 CHUNK_TOKENS = EvaluationConfig().chunk_tokens
+CHAT_TEMPLATE = """\
+{% for message in messages %}{{ message.role }}:
+{%- for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}<end_of_utterance>{% endfor %}"""
 Encode = Callable[[int], Tensor]
 
 
@@ -39,7 +49,7 @@ def measure(num_pictures: int = PICTURE_COUNT, **sizes: int) -> str:
     rows = []
     with joined_world() as world, tempfile.TemporaryDirectory() as folder:
         paths = draw_pictures(Path(folder) / "pictures", num_pictures)
-        for name, save in (("CLIP, ViT-B/32", save_clip), ("SigLIP 2 NaFlex, base", save_naflex)):
+        for name, save in MODELS.items():
             directory = Path(folder) / name.split(",")[0].replace(" ", "-")
             save(directory, **sizes)
             calls = ours(world, directory, paths), theirs(world, directory, paths)
@@ -58,24 +68,36 @@ def measure(num_pictures: int = PICTURE_COUNT, **sizes: int) -> str:
 
 def ours(world: World, directory: Path, paths: list[Path]) -> Encode:
     """Encodes the files with embedtrain."""
-    options = ImageTextOptions(path=str(directory))
-    model = load_model(options, ParallelConfig(precision=Precision.fp32), world, seed=0)
+    model = load_ours(world, directory)
     encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=CHUNK_TOKENS)
 
     def encode(_round_number: int) -> Tensor:
-        items = []
-        for path in paths:
-            picture = read_picture(Place(str(path)))
-            PICTURES.add(picture, Place(str(path)))
-            items.append(str(picture))
-        return encoder.encode_all(items)
+        return encoder.encode_all(picture_items(paths))
 
     return encode
 
 
+def load_ours(world: World, directory: Path) -> LoadedModel:
+    """Opens a directory with embedtrain."""
+    is_dense = (directory / "chat_template.jinja").is_file()
+    dense = DenseOptions(path=str(directory), pooling=Pooling.last)
+    options = dense if is_dense else ImageTextOptions(path=str(directory))
+    return load_model(options, ParallelConfig(precision=Precision.fp32), world, seed=0)
+
+
+def picture_items(paths: Sequence[Path]) -> list[str]:
+    """The items of files, whose headers are read."""
+    items = []
+    for path in paths:
+        picture = read_picture(Place(str(path)))
+        PICTURES.add(picture, Place(str(path)))
+        items.append(str(picture))
+    return items
+
+
 def theirs(world: World, directory: Path, paths: list[Path]) -> Encode:
     """Encodes the files with sentence-transformers."""
-    model = SentenceTransformer(str(directory), device=str(world.device))
+    model = load_theirs(world, directory)
 
     def encode(_round_number: int) -> Tensor:
         pictures: Any = [Image.open(path) for path in paths]
@@ -85,6 +107,16 @@ def theirs(world: World, directory: Path, paths: list[Path]) -> Encode:
         return vectors.float()
 
     return encode
+
+
+def load_theirs(world: World, directory: Path) -> SentenceTransformer:
+    """Opens a directory with sentence-transformers; it needs to be told how a vision-language model pools."""
+    device = str(world.device)
+    if not (directory / "chat_template.jinja").is_file():
+        return SentenceTransformer(str(directory), device=device)
+    transformer = Transformer(str(directory))
+    pooling = Pooled(transformer.get_embedding_dimension(), pooling_mode="lasttoken")
+    return SentenceTransformer(modules=[transformer, pooling, Normalize()], device=device)
 
 
 def draw_pictures(folder: Path, count: int) -> list[Path]:
@@ -121,6 +153,47 @@ def save_naflex(directory: Path, **sizes: int) -> None:
     config = transformers.Siglip2Config(text_config=_text_config(tokenizer) | sizes, vision_config=sizes)
     image = transformers.Siglip2ImageProcessorPil()
     _save(transformers.Siglip2Model(config), transformers.Siglip2Processor(image, tokenizer), directory)
+
+
+def save_idefics3(directory: Path, **sizes: int) -> None:
+    """Six layers in both towers unless `sizes` says otherwise: up to four tiles of 49 tokens, and the whole picture."""
+    tokenizer = _byte_tokenizer()
+    places = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    layers = {"num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 768} | sizes
+    text = {"model_type": "llama", "hidden_size": 256, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    config = transformers.Idefics3Config(
+        text_config=text | layers,
+        vision_config={"hidden_size": 192, "image_size": 224, "patch_size": 16} | layers,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    edges = {"size": {"longest_edge": 448}, "max_image_size": {"longest_edge": 224}}
+    processor = transformers.Idefics3Processor(
+        Idefics3ImageProcessorPil(**edges), tokenizer, image_seq_len=49, chat_template=CHAT_TEMPLATE
+    )
+    _save(transformers.AutoModel.from_config(config), processor, directory)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Of bytes: the processor counts on tokens for line breaks."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=8000, initial_alphabet=letters, show_progress=False)
+    tokenizer.train_from_iterator([text for text, _ in descriptions()], trainer)
+    tokenizer.add_special_tokens(["<pad>", "</s>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", model_max_length=1024
+    )
+
+
+MODELS = {
+    "CLIP, ViT-B/32": save_clip,
+    "SigLIP 2 NaFlex, base": save_naflex,
+    "Idefics3, 6 + 6 layers": save_idefics3,
+}
 
 
 def _text_config(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -219,7 +219,10 @@ def encode_with_cache(world, folder, texts, stop_after=None):
     before, encode.CHUNKS_PER_BLOCK = encode.CHUNKS_PER_BLOCK, 2
     try:
         for block in encoder.encode_blocks(
-            texts, "alpha ", vector_cache=vector_cache, transform=lambda v: v.to(torch.bfloat16)
+            texts,
+            "alpha ",
+            vector_cache=vector_cache,
+            transform=lambda part: part.to(part.values.device, torch.bfloat16),
         ):
             vectors |= dict(zip(block.rows.tolist(), block.part.values.float().tolist(), strict=True))
     except Breaks:

@@ -268,6 +268,8 @@ class DenseFiles(ModelFiles):
 
     def no_graph(self, source: ModelSource) -> str:
         """Only texts have one."""
+        if not reads_pictures(source):
+            return super().no_graph(source)
         return (
             f"a vision-language model ({source.config.model_type}) has no ONNX graph; sentence-transformers and "
             "transformers open its export"

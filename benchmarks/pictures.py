@@ -1,5 +1,6 @@
 """Encoding pictures compared with SentenceTransformer.encode; both times include reading and decoding the files."""
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -174,6 +175,37 @@ def save_idefics3(directory: Path, **sizes: int) -> None:
         Idefics3ImageProcessorPil(**edges), tokenizer, image_seq_len=49, chat_template=CHAT_TEMPLATE
     )
     _save(transformers.AutoModel.from_config(config), processor, directory)
+
+
+def save_qwen(directory: Path, **sizes: int) -> None:
+    """Qwen3-VL with six layers in both towers unless `sizes` says otherwise: 49 to 768 tokens of a picture."""
+    tokenizer = _byte_tokenizer()
+    picture = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    tokenizer.add_tokens([*picture, "<|video_pad|>", "<end_of_utterance>"], special_tokens=True)
+    start, image, end, video = map(tokenizer.convert_tokens_to_ids, [*picture, "<|video_pad|>"])
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", "".join(picture))
+    heads = {"num_attention_heads": 4, "intermediate_size": 768}
+    layers = sizes.get("num_hidden_layers", 6)
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [16, 8, 8], "mrope_interleaved": True}
+    text = {"hidden_size": 256, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": VOCABULARY}
+    vision = {"hidden_size": 192, "num_heads": 4, "intermediate_size": 768, "out_hidden_size": 256, "patch_size": 16}
+    config = transformers.Qwen3VLConfig(
+        text_config=text | heads | {"num_hidden_layers": layers, "rope_parameters": rope},
+        vision_config=vision | {"depth": layers, "deepstack_visual_indexes": list(range(min(3, layers)))},
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+    )
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": 1 << 16, "longest_edge": 1 << 24},
+        "patch_size": 16,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    _save(transformers.AutoModel.from_config(config), tokenizer, directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:

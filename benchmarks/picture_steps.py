@@ -135,7 +135,7 @@ class Padded:
 _MODELS: dict[str, tuple[Any, Any]] = {
     "CLIP, ViT-B/32": (save_clip, Theirs),
     "Idefics3, 6 + 6 layers": (save_idefics3, Theirs),
-    "Qwen3-VL, 6 + 6 layers": (save_qwen, Padded),
+    "Qwen3-VL, 6 + 8 layers": (save_qwen, Padded),
 }
 
 

@@ -178,20 +178,23 @@ def save_idefics3(directory: Path, **sizes: int) -> None:
 
 
 def save_qwen(directory: Path, **sizes: int) -> None:
-    """Qwen3-VL with six layers in both towers unless `sizes` says otherwise: 49 to 768 tokens of a picture."""
+    """Qwen3-VL of 49 to 850 tokens of a picture; six and eight layers unless `sizes` says otherwise.
+
+    The vision tower computes 1.3 times what the language model does of the same pictures, in Qwen3-VL-2B 1.2 times.
+    """
     tokenizer = _byte_tokenizer()
     picture = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
     tokenizer.add_tokens([*picture, "<|video_pad|>", "<end_of_utterance>"], special_tokens=True)
     start, image, end, video = map(tokenizer.convert_tokens_to_ids, [*picture, "<|video_pad|>"])
     tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", "".join(picture))
-    heads = {"num_attention_heads": 4, "intermediate_size": 768}
-    layers = sizes.get("num_hidden_layers", 6)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    depth, layers = (sizes.get("num_hidden_layers", number) for number in (6, 8))
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [16, 8, 8], "mrope_interleaved": True}
-    text = {"hidden_size": 256, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": VOCABULARY}
-    vision = {"hidden_size": 192, "num_heads": 4, "intermediate_size": 768, "out_hidden_size": 256, "patch_size": 16}
+    text = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": VOCABULARY}
+    vision = {"hidden_size": 192, "num_heads": 4, "intermediate_size": 768, "out_hidden_size": 512, "patch_size": 16}
     config = transformers.Qwen3VLConfig(
         text_config=text | heads | {"num_hidden_layers": layers, "rope_parameters": rope},
-        vision_config=vision | {"depth": layers, "deepstack_visual_indexes": list(range(min(3, layers)))},
+        vision_config=vision | {"depth": depth, "deepstack_visual_indexes": list(range(min(3, depth)))},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,

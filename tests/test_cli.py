@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from embedtrain.cli.entry import num_usable_cores, set_allocator, set_kernel_cache, set_threads
+from embedtrain.cli.entry import set_allocator, set_kernel_cache, set_threads
+from embedtrain.utils.limits import num_usable_cores
 from tests.conftest import ROOT
 
 SCRIPT = """

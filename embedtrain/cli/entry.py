@@ -21,7 +21,7 @@ from embedtrain.distributed.watchdog.launcher import stop_after_launcher
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact, Stopped
 from embedtrain.utils.files import temporary_home
 from embedtrain.utils.formatting import format_count, mask_passwords, printable, shorten_message
-from embedtrain.utils.limits import explain_limits, raise_open_files, report_low_limits
+from embedtrain.utils.limits import explain_limits, num_usable_cores, raise_open_files, report_low_limits
 from embedtrain.utils.streams import SafeStream, protect_standard_streams
 
 Options = TypeVar("Options")
@@ -178,11 +178,6 @@ def set_kernel_cache(environment: MutableMapping[str, str] = os.environ) -> None
     """
     if not {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"} & environment.keys():
         environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "16"
-
-
-def num_usable_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _compose_as_rank(

@@ -14,6 +14,11 @@ from embedtrain.utils.formatting import format_bytes
 _OPEN_FILES = 4096  # requested; more than any run needs with hundreds of files and ranks
 
 
+def num_usable_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     """A limit of this process."""

@@ -99,6 +99,16 @@ def test_pages_and_what_cannot_be_rendered(folder: Path, tmp_path: Path) -> None
     changed = {path.parent.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     assert changed == {"damaged page.pdf"}
     assert "dpi=144; write another directory" in pages(folder, output, "on_error=skip", "dpi=72", code=1)
+    settings = output / ".pages" / "settings.json"
+    settings.write_text(settings.read_text()[:20])
+    assert "settings.json: is damaged" in pages(folder, output, "on_error=skip", code=1)
+
+
+def test_a_run_that_was_killed_at_its_start_is_resumed(tmp_path: Path) -> None:
+    write_pdf(tmp_path / "in" / "a.pdf", "text")
+    (tmp_path / "pages" / ".pages").mkdir(parents=True)
+    pages(tmp_path / "in", tmp_path / "pages")
+    assert len(rows_of(tmp_path / "pages")) == 1
 
 
 def test_the_rows_are_a_corpus_of_pictures(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from embedtrain.distributed.watchdog.peers import format_ranks
 from embedtrain.distributed.world import World
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import format_bytes, format_count
+from embedtrain.utils.limits import num_usable_cores
 
 TOPICS = ("versions", "devices", "ranks", "environment", "disks", "services")
 
@@ -180,9 +181,9 @@ def _check_cpu() -> Finding:
     get_capabilities = getattr(torch.cpu, "get_capabilities", None)
     capabilities = {} if get_capabilities is None else get_capabilities()
     bf16 = [name for name in ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if capabilities.get(name)]
-    text = f"{_processor()}, {_cores()} of {os.cpu_count()} cores usable"
+    text = f"{_processor()}, {num_usable_cores()} of {os.cpu_count()} cores usable"
     quota = _quota()
-    if quota is not None and quota < _cores():
+    if quota is not None and quota < num_usable_cores():
         do = "More threads wait for each other: set OMP_NUM_THREADS, or give the container more."
         return Finding("devices", "cpu", f"{text}, but the cgroup allows {quota:.3g} at a time", Level.warning, do)
     if not capabilities:
@@ -195,9 +196,10 @@ def _check_threads(local_size: int) -> Finding:
 
     threads = torch.get_num_threads()
     text = f"{threads} per rank, {format_count(local_size, 'rank')} on this host"
-    if threads * local_size > _cores():
-        do = f"Set OMP_NUM_THREADS={max(1, _cores() // local_size)}: otherwise ranks wait for each other's threads."
-        return Finding("devices", "threads", f"{text}: more than {_cores()} cores", Level.warning, do)
+    cores = num_usable_cores()
+    if threads * local_size > cores:
+        do = f"Set OMP_NUM_THREADS={max(1, cores // local_size)}: otherwise ranks wait for each other's threads."
+        return Finding("devices", "threads", f"{text}: more than {cores} cores", Level.warning, do)
     return Finding("devices", "threads", text)
 
 
@@ -263,11 +265,6 @@ def _free(free: int, total: int) -> str:
 
 def _gib(num_bytes: int) -> str:
     return format_bytes(num_bytes, binary=True)
-
-
-def _cores() -> int:
-    """The number of cores that this process may use."""
-    return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

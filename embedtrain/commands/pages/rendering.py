@@ -25,6 +25,7 @@ from embedtrain.config.recipe import OnError
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.utils.files import atomic_write, expand_user, file_checksum, open_append, remove_tree, write_json
 from embedtrain.utils.formatting import printable
+from embedtrain.utils.limits import num_usable_cores
 
 if TYPE_CHECKING:
     from embedtrain.commands.pages import PagesOptions
@@ -74,7 +75,7 @@ def render_pages(options: "PagesOptions", progress: Progress) -> Written:
     documents = find_documents(expand_user(options.pdfs), options.pdfs, output_dir)
     stops = options.on_error is OnError.stop
     _require_settings(output_dir, options)
-    with Workers(options.workers or _num_cores()) as workers:
+    with Workers(options.workers or num_usable_cores()) as workers:
         _open_all(documents, workers, progress)
         problems = [f"{document.path}: {document.problem}" for document in documents if document.problem]
         if problems and stops:
@@ -155,19 +156,18 @@ def _require_settings(output_dir: Path, options: "PagesOptions") -> None:
     try:
         earlier = json.loads(path.read_bytes())
     except FileNotFoundError:
-        if output_dir.is_dir() and any(output_dir.iterdir()):
+        # A run that was killed right at its start has left the folder of settings.
+        if output_dir.is_dir() and any(other.name != STATE for other in output_dir.iterdir()):
             raise ConfigError(
                 f"output_dir={options.output_dir}: holds other files; write a new directory for the pages"
             ) from None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, settings)
+        with atomic_write(path) as unfinished:
+            write_json(unfinished, settings)
         return
-    except ValueError:
-        earlier = None
+    except ValueError as error:
+        raise DataError(f"{path}: is damaged ({error}); remove {options.output_dir}, or write another one") from None
     if earlier != settings:
-        differing = [
-            f"{name}={(earlier or {}).get(name)}" for name in settings if (earlier or {}).get(name) != settings[name]
-        ]
+        differing = [f"{name}={earlier.get(name)}" for name in settings if earlier.get(name) != settings[name]]
         raise ConfigError(
             f"output_dir={options.output_dir}: holds pages of {', '.join(differing)}; write another directory, or "
             "remove it"
@@ -333,10 +333,6 @@ class Workers:
         self._workers.remove(worker)
         worker.end()
         return "crashes the process that renders it" if has_one else f"is not rendered after {self._timeout:g} s"
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _serve(connection: Connection) -> None:

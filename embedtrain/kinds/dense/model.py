@@ -115,7 +115,7 @@ class VisionLayout(PictureLayout):
         """
         prompts_of_texts = [prompts] * len(texts) if isinstance(prompts, str) else prompts
         items = [
-            self.markup.template.around(prompt, item_parts(text.removeprefix(prompt)))
+            self.around(prompt, item_parts(text.removeprefix(prompt)), role)
             for text, prompt in zip(texts, prompts_of_texts, strict=True)
         ]
         ids = iter(
@@ -131,6 +131,10 @@ class VisionLayout(PictureLayout):
             parts = [self.before, *parts, self.after]
             tokenized.append(parts if any(parts) else [[self.nothing]])
         return Tokens.of_parts(tokenized)
+
+    def around(self, prompt: str, parts: Sequence[str | Picture], role: TextRole) -> list[Piece | Picture]:
+        """The texts and pictures of an item, whose `parts` are without the prompt, and what stands around them."""
+        return self.markup.template.around(prompt, parts)
 
     def _cut(
         self, item: Sequence[Piece | Picture], parts: Sequence[list[int] | Picture], excess: int, limit: int

@@ -90,9 +90,16 @@ class VisionSettings:
         return False
 
 
+def vision_settings(source: ModelSource) -> VisionSettings:
+    """Those of a vision-language model; a kind with settings of its own has them in these, as `vision`."""
+    settings = source.settings
+    vision: VisionSettings = settings if isinstance(settings, VisionSettings) else settings.vision
+    return vision
+
+
 def reads_pictures(source: ModelSource) -> bool:
-    """Whether a dense model is a vision-language model; other kinds have settings of their own."""
-    return isinstance(source.settings, VisionSettings)
+    """Whether a model is a vision-language model."""
+    return isinstance(source.settings, VisionSettings) or getattr(source.settings, "vision", None) is not None
 
 
 def read_vision(files: StoredModel, model: DenseOptions) -> VisionSettings | None:
@@ -295,7 +302,7 @@ def picture_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) 
 
 def vision_layout(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> VisionLayout:
     """How items become tokens and rows of a chunk."""
-    settings, config = source.settings, source.config
+    settings, config = vision_settings(source), source.config
     family = vision_family(config)
     assert family is not None
     picture = functools.partial(picture_ids, tokenizer, config, settings.processing, settings.template)
@@ -306,7 +313,7 @@ def vision_layout(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Vi
 
 def vision_encoder(source: ModelSource, model: PreTrainedModel, head: Head) -> Encoder:
     """The encoder of a model of transformers."""
-    settings = source.settings
+    settings = vision_settings(source)
     family = vision_family(source.config, to_pixels(settings.processing))
     assert family is not None
     family.prepare(model)
@@ -357,7 +364,7 @@ def _tiled(tokenizer: PreTrainedTokenizerBase, token: str, rows: int, columns: i
 
 def write_processor(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Write tokenizer, chat template and processor; returns settings of sentence-transformers' Transformer."""
-    settings = source.settings
+    settings = vision_settings(source)
     own = copy.copy(tokenizer.tokenizer)
     own.chat_template = settings.chat_template
     write_tokenizer(directory, own, tokenizer.max_length)
@@ -435,7 +442,7 @@ def open_processor(directory: Path, source: ModelSource) -> Any:
         parts: dict[str, Any] = {"image_processor": image, "tokenizer": tokenizer}
         if "video_processor" in base.get_attributes():
             parts["video_processor"] = None
-        if "image_seq_len" in source.settings.processor:
+        if "image_seq_len" in vision_settings(source).processor:
             parts["image_seq_len"] = read_json(directory / PROCESSOR_FILE)["image_seq_len"]
         return opened(**parts, chat_template=tokenizer.chat_template)
     except Exception as error:
@@ -444,7 +451,7 @@ def open_processor(directory: Path, source: ModelSource) -> Any:
 
 def _open_image_processor(directory: Path, source: ModelSource) -> Any:
     """The image processor of a directory, with Pillow."""
-    if isinstance(source.settings.processing, Tiles):
+    if isinstance(vision_settings(source).processing, Tiles):
         # Version 5.17 has a placeholder under this name where torchvision is not installed, which it does not need.
         from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
         from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -459,7 +466,7 @@ def encode_with_class(
     model: nn.Module, processor: Any, items: Sequence[str], source: ModelSource, heads: Any, max_length: int
 ) -> Tensor:
     """Vectors of items, [N, D], by transformers' class and its processor: one at a time, without packing."""
-    template, rows = source.settings.template, []
+    template, rows = vision_settings(source).template, []
     layout = vision_layout(source, processor.tokenizer)
     num_after = len(layout.fast.ids([template.end], max_length)[0]) + len(layout.after)
     for item in items:
@@ -471,7 +478,7 @@ def encode_with_class(
         text = processor.tokenizer.apply_chat_template(
             [{"role": "user", "content": content or [{"type": "text", "text": ""}]}],
             tokenize=False,
-            **source.settings.chat_options,
+            **vision_settings(source).chat_options,
         )
         images = [part for part in parts if not isinstance(part, str)]
         # As tokenizer.json has it otherwise, which cuts what stands behind an item.
@@ -494,7 +501,7 @@ def missing_packages(source: ModelSource) -> list[str]:
     """Packages without which `AutoProcessor` cannot open the processor, nearly always for its videos."""
     _, video = _PROCESSORS[source.config.model_type]
     is_placeholder = getattr(getattr(transformers, "Idefics3ImageProcessorPil", None), "is_dummy", False)  # 5.17
-    needs_torchvision = video is not None or (isinstance(source.settings.processing, Tiles) and is_placeholder)
+    needs_torchvision = video is not None or (isinstance(vision_settings(source).processing, Tiles) and is_placeholder)
     needed = ["torchvision"] * needs_torchvision + ["num2words"] * (source.config.model_type == "smolvlm")
     return [name for name in needed if importlib.util.find_spec(name) is None]
 

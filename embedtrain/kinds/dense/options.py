@@ -75,12 +75,8 @@ def check_vision(model: DenseOptions, *, is_vision: bool) -> None:
             if is_vision
             else "is for a vision-language model, and this one reads texts alone; leave it out",
         )
-    for name in () if is_vision else ("frozen", "min_pixels", "max_pixels"):
-        OptionChecks(model.image, "model.image.").require(
-            getattr(model.image, name) == getattr(defaults.image, name),
-            name,
-            "is for a vision-language model, and this one reads texts alone; leave it out",
-        )
+    if not is_vision:
+        require_no_image_options(model.image)
     template = model.item_template
     if template is not None:
         before, _, after = template.partition("{item}")
@@ -88,6 +84,16 @@ def check_vision(model: DenseOptions, *, is_vision: bool) -> None:
             template.count("{item}") == 1 and before.count("{prompt}") <= 1 and "{prompt}" not in after,
             "item_template",
             "must have {item} once, and {prompt} before it once or not at all",
+        )
+
+
+def require_no_image_options(image: ImageOptions) -> None:
+    """Raise a ConfigError for an option of pictures, of a model that reads texts alone."""
+    for name, value in vars(ImageOptions()).items():
+        OptionChecks(image, "model.image.").require(
+            getattr(image, name) == value,
+            name,
+            "is for a vision-language model, and this one reads texts alone; leave it out",
         )
 
 

@@ -36,7 +36,7 @@ from embedtrain.formats.sentence_transformers import DirectoryModules
 from embedtrain.formats.source import StoredModel
 from embedtrain.formats.transformers import TOKENIZER_FILES, open_tokenizer, read_tokenizer, write_tokenizer
 from embedtrain.kinds.dense.model import Markup, VisionLayout, to_pixels
-from embedtrain.kinds.dense.options import DenseOptions, check_vision
+from embedtrain.kinds.dense.options import DenseOptions, ImageOptions, check_vision
 from embedtrain.models.encoder import Encoder, Head, prepare_backbone
 from embedtrain.models.file_references import read_json
 from embedtrain.models.security import require_safe_files
@@ -117,18 +117,26 @@ def read_vision(files: StoredModel, model: DenseOptions) -> VisionSettings | Non
         vision.vision_use_head = False  # it pools a picture, which no vector needs
     if config.model_type == "paligemma":
         _attend_both_ways(config.get_text_config())
-    where, values = image_settings(directory, config)
-    values = _with_areas(values, processing_of(where, values, config), model)
-    processing = processing_of(where, values, config)
+    processing, processor = read_processing(directory, config, model.image)
     template, chat_template, chat_options = _read_template(files, model)
     return VisionSettings(
         processing=processing,
-        processor=_processor(directory, config, processing, values),
+        processor=processor,
         template=template,
         chat_template=chat_template,
         chat_options=chat_options,
         frozen=model.image.frozen,
     )
+
+
+def read_processing(
+    directory: Path, config: PretrainedConfig, image: ImageOptions
+) -> tuple[ImageProcessing, dict[str, Any]]:
+    """How the files of a model read pictures, with the sizes of the options, and the content of its processor."""
+    where, values = image_settings(directory, config)
+    values = _with_areas(values, processing_of(where, values, config), image)
+    processing = processing_of(where, values, config)
+    return processing, _processor(directory, config, processing, values)
 
 
 def new_vision(config: PretrainedConfig, model: DenseOptions) -> VisionSettings | None:
@@ -175,9 +183,9 @@ def require_known(config: PretrainedConfig, where: Path | str) -> None:
         )
 
 
-def _with_areas(values: dict[str, Any], stored: ImageProcessing, model: DenseOptions) -> dict[str, Any]:
+def _with_areas(values: dict[str, Any], stored: ImageProcessing, image: ImageOptions) -> dict[str, Any]:
     """The settings of an image processor with `model.image.min_pixels` and `max_pixels`."""
-    chosen = {name: getattr(model.image, name) for name in ("min_pixels", "max_pixels")}
+    chosen = {name: getattr(image, name) for name in ("min_pixels", "max_pixels")}
     if all(value is None for value in chosen.values()):
         return values
     if not isinstance(stored, QwenPatches):
@@ -226,13 +234,7 @@ def _read_template(files: StoredModel, model: DenseOptions) -> tuple[ItemTemplat
     """What stands around an item, a chat template that writes it, and options of `apply_chat_template`."""
     directory = files.directory
     tokenizer = read_tokenizer(directory, trust_remote_code=model.trust_remote_code)
-    token = picture_token(tokenizer, files.config)
-    # What stands for a picture without a template of the directory: as the processors of transformers expect it.
-    ids = [getattr(files.config, f"vision_{name}_token_id", None) for name in ("start", "end")]
-    picture = token
-    if all(isinstance(number, int) for number in ids):
-        start, end = tokenizer.convert_ids_to_tokens(ids)
-        picture = f"{start}{token}{end}"
+    token, picture = picture_token(tokenizer, files.config), picture_text(tokenizer, files.config)
     processing = files.transformer.get("processing_kwargs") or {}
     modalities = files.transformer.get("modality_config")
     chat = stored_chat_template(directory, tokenizer)
@@ -298,6 +300,16 @@ def picture_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) 
             "image_token_id in config.json: use the model's own tokenizer"
         )
     return token
+
+
+def picture_text(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> str:
+    """What stands for a picture as the processors of transformers expect it, without a template of the directory."""
+    token = picture_token(tokenizer, config)
+    ids = [getattr(config, f"vision_{name}_token_id", None) for name in ("start", "end")]
+    if not all(isinstance(number, int) for number in ids):
+        return token
+    start, end = tokenizer.convert_ids_to_tokens(ids)
+    return f"{start}{token}{end}"
 
 
 def vision_layout(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> VisionLayout:

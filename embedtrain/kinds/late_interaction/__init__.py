@@ -39,6 +39,7 @@ class LateInteraction(BackboneKind):
     temperature = None
     temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
     reranks = True
+    has_token_vectors = True
     own_losses: ClassVar[Mapping[str, str]] = {"xtr": "embedtrain.kinds.late_interaction.xtr:XTR"}
 
     def outputs(self, source: "ModelSource") -> str:

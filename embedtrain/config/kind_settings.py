@@ -206,6 +206,17 @@ class TokenSimilarity(str, Enum):
     meanmaxsim = "meanmaxsim"
 
 
+class PageLibrary(str, Enum):
+    """The library whose classes a late-interaction model over pages is for.
+
+    They put other texts around queries and pages, and transformers counts the positions of a page's tokens as those of
+    a text, so that vectors of the same weights differ.
+    """
+
+    transformers = "transformers"
+    colpali_engine = "colpali_engine"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Expansion:
     """Further tokens at the end of a query."""

@@ -21,6 +21,7 @@ from embedtrain.config.kind_settings import (
     TokenVectors,
 )
 from embedtrain.errors import ModelError
+from embedtrain.formats.page_models import describe, writer_of
 from embedtrain.formats.sentence_transformers import (
     IDENTITY,
     MULTI_VECTOR,
@@ -38,7 +39,8 @@ from embedtrain.models.types import DenseSource, ModelSource
 
 STANFORD = "HF_ColBERT"
 METADATA = "artifact.metadata"  # of Stanford's ColBERT
-PYLATE_DENSE, PROJECTION = "pylate.models.Dense.Dense", "linear.weight"
+PYLATE_DENSE, INLINE = "pylate.models.Dense.Dense", "linear"
+PROJECTION = f"{INLINE}.weight"
 _TOKENS = "token_embeddings"
 _ROLES = ("query", "document")
 # Top-level settings of PyLate. A directory with one of them is its own, or one that it opens as well.
@@ -84,6 +86,8 @@ def late_interaction_format(directory: Path) -> str | None:
         if settings.get("model_type") == PYLATE or has_keys or PYLATE_DENSE in types:
             return "a ColBERT of PyLate"
         return None
+    if (writer := writer_of(directory)) is not None:
+        return describe(writer)
     architectures = _json_if_any(directory / "config.json").get("architectures")
     return "a ColBERT of Stanford" if isinstance(architectures, list) and STANFORD in architectures else None
 
@@ -319,7 +323,7 @@ def _stanford_projection(directory: Path) -> DenseSource:
             raise ModelError(f"{path}: {PROJECTION} has the shape {shape}, not [dimensions, hidden size]")
         if shape is not None:
             return DenseSource(
-                directory=directory, num_in=shape[1], num_out=shape[0], bias=False, activation=IDENTITY, is_inline=True
+                directory=directory, num_in=shape[1], num_out=shape[0], bias=False, activation=IDENTITY, inline=INLINE
             )
     raise ModelError(
         f"{directory} has no safetensors with {PROJECTION}, the projection of Stanford's ColBERT, and pickles of it "

@@ -18,8 +18,7 @@ from torch import Tensor
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.config.losses import VECTOR_TEMPERATURE
 from embedtrain.inference.exact import norms
-from embedtrain.inference.store import TILE, DocumentStore, DocumentTile, require_no_copy
-from embedtrain.inference.vectors import require_no_fp16
+from embedtrain.inference.store import TILE, DocumentStore, DocumentTile, require_kept_in_memory
 from embedtrain.losses.encoded import Encoded, Part, concatenate
 from embedtrain.losses.score import Columns, ScoreTile, TiledScore
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
@@ -77,8 +76,7 @@ class MatrixScore(TiledScore):
 
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> "MatrixStore":
         """A store on the device."""
-        require_no_copy(config, f"model of model.kind={self.kind}")
-        require_no_fp16(config, self.name)
+        require_kept_in_memory(config, f"model of model.kind={self.kind}")
         return MatrixStore(self, device)
 
 

@@ -85,7 +85,7 @@ def initial_head_weights(dense: Sequence[DenseSource], seed: int) -> dict[str, T
 def is_pickled(dense: DenseSource) -> bool:
     """Whether the weights of a head are in `pytorch_model.bin` only."""
     directory = dense.directory
-    if directory is None or dense.is_inline or (directory / "model.safetensors").is_file():
+    if directory is None or dense.inline is not None or (directory / "model.safetensors").is_file():
         return False
     return (directory / _PICKLE).is_file()
 
@@ -129,8 +129,9 @@ def _dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation
     shapes = {"linear.weight": torch.Size([dense.num_out, dense.num_in])}
     if dense.bias:
         shapes["linear.bias"] = torch.Size([dense.num_out])
-    if dense.is_inline:
-        stored = {name: location for name, location in stored.items() if name in shapes}
+    if dense.inline is not None:
+        keys = {f"{dense.inline}.{name.removeprefix('linear.')}": name for name in shapes}
+        stored = {name: stored[key] for key, name in keys.items() if key in stored}
     if set(stored) != set(shapes) or not shapes_match(stored, shapes):
         expected = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ModelError(

@@ -42,6 +42,13 @@ def stored_tensors(directory: Path) -> dict[str, TensorLocation]:
     return stored
 
 
+def stored_shape(location: TensorLocation) -> list[int]:
+    """The shape of a stored tensor."""
+    with safe_open(location.path, framework="pt") as file:
+        shape: list[int] = file.get_slice(location.key).get_shape()
+    return shape
+
+
 def stored_dtype(source: ModelSource) -> torch.dtype:
     """The dtype of most stored weights; float32 without any."""
     if source.towers:

@@ -26,7 +26,7 @@ class DenseSource:
     bias: bool
     activation: str
     init: HeadInit | None = None  # of a new one; None: as torch initialises a linear layer
-    is_inline: bool = False  # whether its weights are among those of the backbone, in the same files
+    inline: str | None = None  # its name among the weights of the backbone, if it is in the same files
 
 
 @dataclass(frozen=True, kw_only=True)

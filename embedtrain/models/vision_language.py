@@ -45,21 +45,20 @@ class VisionFamily(ABC):
         language: the module of the language model in the backbone.
         vision: the modules of the tower and of what projects its rows, each of which a pass calls once.
         first_position: the position id of an item's first token.
-        num_axes: of the position ids of a token; 1: those of a packing.
         attention: of the tower, a name of transformers' attention interface.
 
     Args:
         to_pixels: default: the pixels as they are.
+        has_axes: whether positions have several axes, if those of the family have; else they count on through pictures.
     """
 
     language: ClassVar[str]
     vision: ClassVar[tuple[str, ...]]
     first_position: ClassVar[int] = 0
-    num_axes: ClassVar[int] = 1
     attention: ClassVar[str] = "sdpa"
 
-    def __init__(self, config: PretrainedConfig, to_pixels: ToPixels | None = None) -> None:
-        self.vision_config, self.text_config = config.vision_config, config.get_text_config()
+    def __init__(self, config: PretrainedConfig, to_pixels: ToPixels | None = None, *, has_axes: bool = True) -> None:
+        self.vision_config, self.text_config, self.has_axes = config.vision_config, config.get_text_config(), has_axes
         self.to_pixels = to_pixels or (lambda decoded: decoded["pixels"])
         self.merge = self.patches_per_side(config)
 
@@ -163,7 +162,7 @@ class VisionFamily(ABC):
         """
         cells = grids // self.merge
         rows = gather_ranges(np.arange(lengths.sum()), first_rows, cells.prod(axis=1))
-        positions = self.positions(lengths, first_rows, cells)
+        positions = self.positions(lengths, first_rows, cells) if self.has_axes else None
         if width is not None:
             is_token = np.arange(width) < lengths[:, None]
             rows = np.flatnonzero(is_token)[rows]
@@ -208,7 +207,7 @@ class QwenVision(VisionFamily):
     """Qwen2-VL: patches of any number, merged 2 x 2, in one row; three axes of positions."""
 
     language, vision = "language_model", ("visual",)
-    num_axes, attention = 3, VISION_ATTENTION
+    attention = VISION_ATTENTION
 
     def inputs(self, grids: NDArray[np.int64]) -> PictureInputs:
         """Boundaries and coordinates of the patches of each picture."""
@@ -378,10 +377,12 @@ FAMILIES: dict[str, type[VisionFamily]] = {
 }
 
 
-def vision_family(config: PretrainedConfig, to_pixels: ToPixels | None = None) -> VisionFamily | None:
+def vision_family(
+    config: PretrainedConfig, to_pixels: ToPixels | None = None, *, has_axes: bool = True
+) -> VisionFamily | None:
     """The family of a vision-language model; None of other models."""
     family = FAMILIES.get(config.model_type)
-    return None if family is None else family(config, to_pixels)
+    return None if family is None else family(config, to_pixels, has_axes=has_axes)
 
 
 def embed_pictures(backbone: PreTrainedModel, family: VisionFamily, chunk: Chunk) -> dict[str, Any]:

@@ -229,7 +229,7 @@ def test_other_models_with_a_vision_tower_are_refused(folder, tmp_path):
         opened(tmp_path)
     with pytest.raises(ConfigError, match=r"model\.config\.model_type=qwen2_vl"):
         open_model_source(model_options("dense", config={"model_type": "qwen2_vl"}, pooling="last"))
-    for kind in ("late_interaction", "m3", "sparse"):
+    for kind in ("m3", "sparse"):
         with pytest.raises(ModelError, match=rf"vision-language model, which model\.kind={kind}.*=dense"):
             open_model_source(model_options(kind, path=str(folder / "qwen2_vl")))
     with pytest.raises(ConfigError, match=r"vision-language model, which is no tower"):

@@ -226,7 +226,7 @@ class VisionLayout(PictureLayout):
             length += start - begin
             first_rows += (firsts + length).tolist()
             ids += [tokens.ids[begin:start], of_picture]
-            flags += [tokens.flags[begin:start], np.zeros(len(of_picture), dtype=np.uint8)]
+            flags += [tokens.flags[begin:start], self.picture_flags(of_picture)]
             grids += self._grids(*size)
             begin, length = start + SLOT, length + len(of_picture)
         ids.append(tokens.ids[begin:])
@@ -238,6 +238,10 @@ class VisionLayout(PictureLayout):
             pictures=self.family.picture_rows(expanded.lengths, np.array(first_rows), np.array(grids), width),
             decoded={"pixels": self._all_pixels(slots.pictures(), grids)},
         )
+
+    def picture_flags(self, ids: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """The flags of all ids of a picture."""
+        return np.zeros(len(ids), dtype=np.uint8)
 
     def _all_pixels(self, pictures: Sequence[Picture], grids: Sequence[tuple[int, int]]) -> Tensor:
         """The bytes of pictures, in memory that is allocated once: all of a chunk may be gigabytes."""

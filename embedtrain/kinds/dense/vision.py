@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 # Under the name `transformers.AutoImageProcessor`, version 5.17 has one that cannot be used without torchvision.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.validation import written
 from embedtrain.data.images.files import PICTURES, Place, pillow, read_picture
 from embedtrain.data.images.item import Picture, item_parts
@@ -41,7 +42,7 @@ from embedtrain.models.encoder import Encoder, Head, prepare_backbone
 from embedtrain.models.file_references import read_json
 from embedtrain.models.security import require_safe_files
 from embedtrain.models.types import ModelSource
-from embedtrain.models.vision_language import vision_family
+from embedtrain.models.vision_language import VisionFamily, vision_family
 from embedtrain.utils.files import write_json
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class VisionSettings:
         chat_template: a chat template that writes it.
         chat_options: of `apply_chat_template`.
         frozen: whether the vision tower is not trained.
+        has_axes: whether positions have the axes of the family, see `VisionFamily`.
     """
 
     processing: ImageProcessing
@@ -83,6 +85,7 @@ class VisionSettings:
     chat_template: str
     chat_options: Mapping[str, Any]
     frozen: bool = False
+    has_axes: bool = True
 
     @property
     def is_new(self) -> bool:
@@ -112,11 +115,6 @@ def read_vision(files: StoredModel, model: DenseOptions) -> VisionSettings | Non
     check_vision(model, is_vision=is_vision)
     if not is_vision:
         return None
-    require_known(config, directory)
-    if isinstance(vision := config.vision_config, PretrainedConfig) and vision.model_type.startswith("siglip"):
-        vision.vision_use_head = False  # it pools a picture, which no vector needs
-    if config.model_type == "paligemma":
-        _attend_both_ways(config.get_text_config())
     processing, processor = read_processing(directory, config, model.image)
     template, chat_template, chat_options = _read_template(files, model)
     return VisionSettings(
@@ -132,7 +130,15 @@ def read_vision(files: StoredModel, model: DenseOptions) -> VisionSettings | Non
 def read_processing(
     directory: Path, config: PretrainedConfig, image: ImageOptions
 ) -> tuple[ImageProcessing, dict[str, Any]]:
-    """How the files of a model read pictures, with the sizes of the options, and the content of its processor."""
+    """How a directory says that pictures are read, with the options of a recipe, and what libraries read of it.
+
+    Changes the configuration to what vectors need of it. Errors are those of `read_vision`.
+    """
+    require_known(config, directory)
+    if isinstance(vision := config.vision_config, PretrainedConfig) and vision.model_type.startswith("siglip"):
+        vision.vision_use_head = False  # it pools a picture, which no vector needs
+    if config.model_type == "paligemma":
+        _attend_both_ways(config.get_text_config())
     where, values = image_settings(directory, config)
     values = _with_areas(values, processing_of(where, values, config), image)
     processing = processing_of(where, values, config)
@@ -141,6 +147,11 @@ def read_processing(
 
 def new_vision(config: PretrainedConfig, model: DenseOptions) -> VisionSettings | None:
     """Those of a model of random weights: how pictures are read, and the chat template, of `model.tokenizer`."""
+    return read_vision(files_of_config(config, model), model)
+
+
+def files_of_config(config: PretrainedConfig, model: ModelConfig) -> StoredModel:
+    """The files that a model of random weights has: those of `model.tokenizer`, if it reads pictures."""
     directory, is_vision = Path(), getattr(config, "vision_config", None) is not None
     if is_vision:
         if model.tokenizer is None:
@@ -151,7 +162,7 @@ def new_vision(config: PretrainedConfig, model: DenseOptions) -> VisionSettings 
         options = "model.tokenizer", "model.tokenizer_revision"
         directory = resolve_directory(model.tokenizer, model.tokenizer_revision, *options, TOKENIZER_FILES)
         require_safe_files(directory, trust_remote_code=model.trust_remote_code)
-    files = StoredModel(
+    return StoredModel(
         root=directory,
         directory=directory,
         config=config,
@@ -160,7 +171,6 @@ def new_vision(config: PretrainedConfig, model: DenseOptions) -> VisionSettings 
         settings={},
         trust_remote_code=model.trust_remote_code,
     )
-    return read_vision(files, model)
 
 
 def _attend_both_ways(config: PretrainedConfig) -> None:
@@ -314,19 +324,26 @@ def picture_text(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -
 
 def vision_layout(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> VisionLayout:
     """How items become tokens and rows of a chunk."""
+    return VisionLayout(tokenizer, *layout_parts(source, tokenizer))
+
+
+def layout_parts(
+    source: ModelSource, tokenizer: PreTrainedTokenizerBase
+) -> tuple[ImageProcessing, VisionFamily, Markup]:
+    """What a layout is made of besides the tokenizer."""
     settings, config = vision_settings(source), source.config
-    family = vision_family(config)
+    family = vision_family(config, has_axes=settings.has_axes)
     assert family is not None
     picture = functools.partial(picture_ids, tokenizer, config, settings.processing, settings.template)
     picture_token(tokenizer, config)
     markup = Markup(settings.template, int(config.image_token_id), picture)
-    return VisionLayout(tokenizer, settings.processing, family, markup)
+    return settings.processing, family, markup
 
 
 def vision_encoder(source: ModelSource, model: PreTrainedModel, head: Head) -> Encoder:
     """The encoder of a model of transformers."""
     settings = vision_settings(source)
-    family = vision_family(source.config, to_pixels(settings.processing))
+    family = vision_family(source.config, to_pixels(settings.processing), has_axes=settings.has_axes)
     assert family is not None
     family.prepare(model)
     encoder = Encoder(prepare_backbone(model), head, vision=family)
@@ -395,8 +412,10 @@ def write_processor(directory: Path, source: ModelSource, tokenizer: TextTokeniz
 
 
 @contextlib.contextmanager
-def probe_items(layout: VisionLayout, limit: int) -> Iterator[list[str]]:
+def probe_items(layout: VisionLayout, limit: int, *, has_mixed: bool = True) -> Iterator[list[str]]:
     """Items with drawn pictures of sizes that no library resizes, for texts of at most `limit` tokens.
+
+    Without `has_mixed` each is one picture.
 
     Libraries resize with other code than Pillow where torchvision is installed, and differ by a grey level. Pictures
     in tiles are always resized, and have one colour.
@@ -410,8 +429,10 @@ def probe_items(layout: VisionLayout, limit: int) -> Iterator[list[str]]:
             PICTURES.add(pictures[-1], place)
         first, second = _PROBE_TEXTS
         items = [str(picture) for picture in pictures]
-        items += [f"{picture}{first}" for picture in pictures[:1]] + [f"{second}{picture}" for picture in pictures[1:2]]
-        items += [f"{pictures[0]}{first}{picture}" for picture in pictures[-1:]]
+        if has_mixed:
+            items += [f"{picture}{first}" for picture in pictures[:1]]
+            items += [f"{second}{picture}" for picture in pictures[1:2]]
+            items += [f"{pictures[0]}{first}{picture}" for picture in pictures[-1:]]
         lengths = layout.num_tokens(layout.tokenize(items, UNLIMITED))
         yield [item for item, length in zip(items, lengths.tolist(), strict=True) if length <= limit]
 
@@ -447,7 +468,7 @@ def open_processor(directory: Path, source: ModelSource) -> Any:
     """
     name, _ = _PROCESSORS[source.config.model_type]
     try:
-        image = _open_image_processor(directory, source)
+        image = open_image_processor(directory, source)
         tokenizer = open_tokenizer(directory, source)
         base = getattr(transformers, name)
         opened = type(name, (base,), {"check_argument_for_proper_class": lambda *_: None})
@@ -461,7 +482,7 @@ def open_processor(directory: Path, source: ModelSource) -> Any:
         raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
 
 
-def _open_image_processor(directory: Path, source: ModelSource) -> Any:
+def open_image_processor(directory: Path, source: ModelSource) -> Any:
     """The image processor of a directory, with Pillow."""
     if isinstance(vision_settings(source).processing, Tiles):
         # Version 5.17 has a placeholder under this name where torchvision is not installed, which it does not need.

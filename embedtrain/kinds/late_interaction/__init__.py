@@ -13,23 +13,25 @@ from embedtrain.kinds import BackboneKind
 from embedtrain.kinds.late_interaction.options import LateInteractionOptions, check_late_interaction
 
 if TYPE_CHECKING:
-    from torch import device
-    from transformers import PreTrainedTokenizerBase
+    from torch import Size, Tensor, device
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from embedtrain.config.recipe import ModelConfig, Recipe
     from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
+    from embedtrain.kinds.late_interaction.pages import PageVectors
     from embedtrain.losses.score import Score
     from embedtrain.models.encoder import Encoder, Head
+    from embedtrain.models.stored_weights import TensorLocation
     from embedtrain.models.types import ModelSource
 
 
 class LateInteraction(BackboneKind):
-    """A vector per token of a text (ColBERT)."""
+    """A vector per token of a text (ColBERT), or of a page (ColPali)."""
 
     name = "late_interaction"
-    summary = "a vector per token of a text (ColBERT)"
-    aliases = ("colbert", "multivector", "multivectorencoder")
+    summary = "a vector per token of a text or page (ColBERT, ColPali)"
+    aliases = ("colbert", "colpali", "colqwen", "multivector", "multivectorencoder")
     options = LateInteractionOptions
     new_part = "projection"
     losses = ("infonce", "xtr", *SCORE_LOSSES, "custom", "combined")
@@ -39,20 +41,33 @@ class LateInteraction(BackboneKind):
     temperature = None
     temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
     reranks = True
-    has_token_vectors = True
+    has_vision = True
     own_losses: ClassVar[Mapping[str, str]] = {"xtr": "embedtrain.kinds.late_interaction.xtr:XTR"}
 
     def outputs(self, source: "ModelSource") -> str:
-        """The projection."""
-        new = "new " * source.settings.is_new
-        return f"a {new}projection of tokens to {source.dimension} dimensions, {source.settings.similarity.value}"
+        """The projection, and which library's class reads pages."""
+        new, pages = "new " * source.settings.is_new, ""
+        if (of_pages := _pages(source)) is not None:
+            frozen = ", vision tower frozen" * of_pages.vision.frozen
+            pages = f"pages as {of_pages.writer.model_class}{frozen}, "
+        return (
+            f"{pages}a {new}projection of tokens to {source.dimension} dimensions, {source.settings.similarity.value}"
+        )
 
     def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
-        """Everything that decides which tokens have a vector."""
+        """Everything that decides which tokens have a vector, and how pages are read."""
+        if (pages := _pages(source)) is not None:
+            from embedtrain.kinds.late_interaction.pages import page_identity
+
+            return {"class": pages.writer.model_class} | page_identity(pages)
         return {"token vectors": source.settings}
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
-        """Texts with a vector for each of several tokens."""
+        """Texts with a vector for each of several tokens, or pages."""
+        if _pages(source) is not None:
+            from embedtrain.kinds.late_interaction.pages import PageLayout
+
+            return PageLayout(source, tokenizer)
         from embedtrain.kinds.late_interaction.model import TokenVectorLayout
 
         return TokenVectorLayout(tokenizer, source.settings)
@@ -92,6 +107,11 @@ class LateInteraction(BackboneKind):
 
     def new(self, source: "ModelSource", model: LateInteractionOptions) -> "ModelSource":
         """A model of random weights."""
+        if source.config.model_type in _families():
+            from embedtrain.kinds.dense.vision import files_of_config
+            from embedtrain.kinds.late_interaction.pages import new_pages
+
+            return new_pages(source, files_of_config(source.config, model), model)
         from embedtrain.kinds.late_interaction.source import with_options
 
         return with_options(source, model)
@@ -111,6 +131,37 @@ class LateInteraction(BackboneKind):
 
         return TokenVectorHead(hidden_size(source.config), build_heads(source.vectors.dense))
 
+    def encoder(self, source: "ModelSource", model: "PreTrainedModel") -> "Encoder":
+        """The model with the head."""
+        if _pages(source) is None:
+            return super().encoder(source, model)
+        from embedtrain.kinds.dense.vision import vision_encoder
+
+        return vision_encoder(source, model, self.head(source))
+
+    def read_weights(self, source: "ModelSource") -> tuple[dict[str, "Tensor"], set[str]]:
+        """Those of the backbone; of a directory of pages under the names of its class."""
+        if _pages(source) is None or source.settings.is_new:
+            return super().read_weights(source)
+        from embedtrain.kinds.late_interaction.pages import read_page_weights
+
+        return read_page_weights(source)
+
+    def locate_head(
+        self, source: "ModelSource", shapes: "Mapping[str, Size]", stored: "Mapping[str, TensorLocation]"
+    ) -> tuple[dict[str, "TensorLocation"], set[str]]:
+        """The backbone of a directory of pages has names of its own as well."""
+        if _pages(source) is None or source.settings.is_new:
+            return super().locate_head(source, shapes, stored)
+        from embedtrain.kinds.late_interaction.pages import locate_pages
+
+        return locate_pages(source, list(shapes)), set()
+
+    def served_as(self, source: "ModelSource") -> str:
+        """Few engines open a model over pages."""
+        pages = _pages(source)
+        return self.name if pages is None else f"pages_of_{pages.writer.library.value}"
+
     def output_error(self, encoder: "Encoder", source: "ModelSource", device: "device") -> str | None:
         """Expansion tokens without attention may depend on padding."""
         from embedtrain.kinds.late_interaction.model import expansion_mismatch
@@ -129,6 +180,11 @@ class LateInteraction(BackboneKind):
         from dataclasses import asdict
 
         settings = source.settings
+        if (pages := _pages(source)) is not None:
+            from embedtrain.data.images.files import image_identity
+            from embedtrain.kinds.late_interaction.pages import page_identity
+
+            return {"similarity": settings.similarity.value, "pages": page_identity(pages), "images": image_identity()}
         options = {name: str(value) for name, value in asdict(settings).items()}
         return {"similarity": settings.similarity.value, "token_vectors": options}
 
@@ -148,3 +204,16 @@ class LateInteraction(BackboneKind):
         from embedtrain.kinds.late_interaction.files import LateInteractionFiles
 
         return LateInteractionFiles()
+
+
+def _pages(source: "ModelSource") -> "PageVectors | None":
+    from embedtrain.kinds.late_interaction.pages import PageVectors
+
+    settings = source.settings
+    return settings if isinstance(settings, PageVectors) else None
+
+
+def _families() -> "Mapping[str, Any]":
+    from embedtrain.models.vision_language import FAMILIES
+
+    return FAMILIES

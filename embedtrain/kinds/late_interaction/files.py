@@ -5,14 +5,14 @@ it would ignore them and compute other vectors. The directory of sentence-transf
 cannot open.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from embedtrain.config.kind_settings import NO_PROJECTION, Expansion, TokenVectors
+from embedtrain.config.kind_settings import NO_PROJECTION, Expansion, PageLibrary, TokenVectors
 from embedtrain.config.recipe import ADAPTER, ExportConfig
 from embedtrain.config.validation import written
 from embedtrain.data.tokens import TextTokenizer
@@ -23,11 +23,13 @@ from embedtrain.formats.model_files import (
     TOKEN_VECTORS,
     ModelFiles,
     ServingOutputs,
+    StoredName,
     comparison_block,
     python_block,
     rows_by_text,
     write_own_tokenizer,
 )
+from embedtrain.formats.page_models import writer_of
 from embedtrain.formats.pylate import PYLATE_DENSE, pylate_settings, why_not_pylate
 from embedtrain.formats.sentence_transformers import (
     BATCH_SIZE,
@@ -43,6 +45,17 @@ from embedtrain.formats.sentence_transformers import (
 )
 from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.late_interaction.model import TokenVectorLayout
+from embedtrain.kinds.late_interaction.page_files import (
+    MASK,
+    of_class,
+    of_multi_vector_encoder,
+    page_names,
+    page_shapes,
+    page_usage,
+    probe_pages,
+    write_pages,
+)
+from embedtrain.kinds.late_interaction.pages import PageLayout, of_pages
 from embedtrain.losses.encoded import Part
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
@@ -50,7 +63,6 @@ from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 
 _DENSE = "sentence_transformers.base.modules.dense.Dense"
-_MASK = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
 _NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
 _TOKENS = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
 
@@ -60,7 +72,7 @@ class LateInteractionFiles(ModelFiles):
 
     plural = "late-interaction models"
     description = (
-        "A late-interaction model (ColBERT): a vector of {dimension} dimensions for each token of a text of up to "
+        "A late-interaction model: a vector of {dimension} dimensions for each token of a text or page of up to "
         "{max_length} tokens, and the sum of the largest similarities of a query's tokens as score"
     )
     tags = ("multi-vector", "ColBERT", "late-interaction", "feature-extraction")
@@ -73,11 +85,16 @@ class LateInteractionFiles(ModelFiles):
 
     def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
         """The files with which other libraries compute the same vectors."""
+        if of_pages(source):
+            write_pages(directory, source, tokenizer)
+            return
         write_own_tokenizer(directory, tokenizer)
         _write_settings(directory, source, tokenizer)
 
     def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
-        """sentence-transformers 6, and PyLate if it opens the directory."""
+        """sentence-transformers 6, and PyLate if it opens the directory; of pages, the library of its class."""
+        if (writer := writer_of(architecture)) is not None:
+            return page_usage(name, writer)
         lines = comparison_block("MultiVectorEncoder", name, '["a text that answers it", "another text"]')
         settings = read_json(architecture / SETTINGS) if (architecture / SETTINGS).is_file() else {}
         if settings.get("model_type") != PYLATE:
@@ -100,6 +117,35 @@ class LateInteractionFiles(ModelFiles):
             ),
         ]
 
+    def stored_names(self, names: Iterable[str], architecture: Path) -> dict[str, StoredName]:
+        """Of pages, the names of the class."""
+        writer = writer_of(architecture)
+        return super().stored_names(names, architecture) if writer is None else page_names(names, writer)
+
+    def stored_shapes(self, source: ModelSource) -> dict[Path, dict[str, list[int]]]:
+        """Of pages, with the names of the class."""
+        return page_shapes(source) if of_pages(source) else super().stored_shapes(source)
+
+    def is_transformers(self, source: ModelSource) -> bool:
+        """It has no classes of colpali-engine."""
+        return not of_pages(source) or source.settings.writer.library is PageLibrary.transformers
+
+    def is_sentence_transformers(self, source: ModelSource) -> bool:
+        """It opens classes of transformers."""
+        return self.is_transformers(source)
+
+    def of_transformers(self, directory: Path, source: ModelSource) -> Tensor:
+        """Of pages, by the class and its processor."""
+        if of_pages(source):
+            return of_class(directory, source, source.prompts)
+        return super().of_transformers(directory, source)
+
+    def no_graph(self, source: ModelSource) -> str:
+        """Only texts have one."""
+        if not of_pages(source):
+            return super().no_graph(source)
+        return f"a model over pages ({source.settings.writer.model_class}) has no ONNX graph"
+
     def check_export(self, config: ExportConfig, kind: str) -> None:
         """An adapter alone would lack the projection."""
         super().check_export(config, kind)
@@ -110,6 +156,8 @@ class LateInteractionFiles(ModelFiles):
         self, encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[str, str], device: torch.device
     ) -> Tensor:
         """Vectors [R, D] of the tokens of each text as a query, then as a document, with their prompts."""
+        if isinstance(tokenizer.layout, PageLayout):
+            return probe_pages(encoder, tokenizer, prompts, device)
         vectors = []
         for role in (TextRole.query, TextRole.document):
             prompt = prompts.get(role.value, "")
@@ -125,8 +173,10 @@ class LateInteractionFiles(ModelFiles):
         source: ModelSource,
         prompts: Mapping[str, str],
         max_length: int,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Vectors of MultiVectorEncoder, which inserts prompts itself; the score is compared."""
+        if of_pages(source):
+            return of_multi_vector_encoder(directory, source, prompts, max_length)
         texts, options = list(PROBES), {"batch_size": BATCH_SIZE, "show_progress_bar": False}
         with opening(directory):
             model = load_model("MultiVectorEncoder", directory, source)
@@ -145,10 +195,14 @@ class LateInteractionFiles(ModelFiles):
 
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
         """Vectors of all tokens."""
+        if of_pages(source):
+            return {}
         return {HIDDEN: "length", TOKEN_VECTORS: "length"}
 
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """Vectors of all tokens."""
+        if of_pages(source):
+            return {}
         return {TOKEN_VECTORS: (texts, length, source.dimension)}
 
     def from_graph(
@@ -195,7 +249,7 @@ def _write_settings(directory: Path, source: ModelSource, tokenizer: TextTokeniz
         mask, normalize = (
             f"{len(kinds) + offset}_{name}" for offset, name in enumerate(("MultiVectorMask", "Normalize"))
         )
-        kinds |= {mask: _MASK, normalize: _NORMALIZE}
+        kinds |= {mask: MASK, normalize: _NORMALIZE}
         tasks = ["query", "document"] if settings.skiplist_queries else ["document"]
         write_json(directory / mask / "config.json", {"skiplist_words": words, "skiplist_tasks": tasks})
         write_json(directory / normalize / "config.json", _TOKENS)

@@ -1,11 +1,12 @@
 """Options of model.kind=late_interaction."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from embedtrain.config.kind_settings import QueryExpansion, TokenSimilarity
+from embedtrain.config.kind_settings import PageLibrary, QueryExpansion, TokenSimilarity
 from embedtrain.config.options import LENGTH, option
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.validation import OptionChecks
+from embedtrain.kinds.dense.options import ImageOptions, require_no_image_options
 
 
 @dataclass(kw_only=True)
@@ -30,6 +31,43 @@ class LateInteractionOptions(ModelConfig):
     # directory, else none.
     skiplist_words: list[str] | None = None
     similarity: TokenSimilarity | None = None  # default: that of the directory, else maxsim
+    image: ImageOptions = field(default_factory=ImageOptions)  # of a model over pages
+    # The library whose class a new model over pages is for; default: transformers if it has one for the backbone, else
+    # colpali_engine. A directory of such a model is written as it was read.
+    page_library: PageLibrary | None = None
+    # Of a model over pages: pages have vectors of the tokens of pictures alone, without those of what stands around
+    # them; default: that of the directory, else false.
+    only_picture_vectors: bool | None = None
+
+
+# Options that a model over pages does not have: its processor decides, or transformers' class.
+_NOT_OF_PAGES = (
+    "query_expansion", "expansion_length", "expansion_token", "attend_to_expansion_tokens", "skiplist_words",
+    "bidirectional", "rope_theta", "rope_scaling", "similarity",
+)  # fmt: skip
+
+
+def check_pages(options: LateInteractionOptions) -> None:
+    """Raise a ConfigError for options that do not fit a model over pages."""
+    check, defaults = OptionChecks(options, "model."), LateInteractionOptions()
+    for name in _NOT_OF_PAGES:
+        check.require(
+            getattr(options, name) == getattr(defaults, name),
+            name,
+            "is not for a model over pages, whose processor writes what stands around texts; leave it out",
+        )
+
+
+def check_no_pages(options: LateInteractionOptions) -> None:
+    """Raise a ConfigError for options that fit only a model over pages."""
+    defaults = LateInteractionOptions()
+    for name in ("page_library", "only_picture_vectors"):
+        OptionChecks(options, "model.").require(
+            getattr(options, name) == getattr(defaults, name),
+            name,
+            "is for a model over pages, and this one reads texts alone; leave it out",
+        )
+    require_no_image_options(options.image)
 
 
 def check_late_interaction(options: LateInteractionOptions) -> None:

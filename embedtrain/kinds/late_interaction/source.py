@@ -17,17 +17,23 @@ from embedtrain.config.validation import model_option
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.formats.pylate import late_interaction_format, read_late_interaction
 from embedtrain.formats.source import adapted_config, read_files, require_own_transformer, source_of
-from embedtrain.kinds.late_interaction.options import LateInteractionOptions
+from embedtrain.kinds.late_interaction.options import LateInteractionOptions, check_no_pages
+from embedtrain.kinds.late_interaction.pages import new_pages, read_pages
 from embedtrain.models.encoder import hidden_size
 from embedtrain.models.types import DenseSource, ModelSource, Tokenization, VectorSettings
+from embedtrain.models.vision_language import FAMILIES
 
 _IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def read(kind: Kind, directory: Path, model: LateInteractionOptions) -> ModelSource:
     """A directory of any of the formats of late-interaction models, or of another model, whose backbone is used."""
+    if (pages := read_pages(kind, directory, model)) is not None:
+        return pages
     if late_interaction_format(directory) is None:
-        return with_options(source_of(kind, read_files(directory, model)), model)
+        stored = read_files(directory, model)
+        source = source_of(kind, stored)
+        return new_pages(source, stored, model) if source.config.model_type in FAMILIES else with_options(source, model)
     files = read_late_interaction(directory)
     if files.transformer != directory:
         require_own_transformer(files.transformer, directory, model)
@@ -48,6 +54,7 @@ def read(kind: Kind, directory: Path, model: LateInteractionOptions) -> ModelSou
 
 def with_options(source: ModelSource, model: LateInteractionOptions) -> ModelSource:
     """The model with the options in place of the settings of its files."""
+    check_no_pages(model)
     dense, settings = _projection(source.vectors.dense, source.settings, source.config, model)
     max_length = source.tokenization.max_length or settings.max_length
     tokenization = replace(source.tokenization, max_length=max_length)

@@ -281,12 +281,12 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 
 def _check_evaluation(recipe: Recipe) -> None:
     evaluation = recipe.evaluation
-    check = OptionChecks(evaluation, "evaluation.")
+    check, kind = OptionChecks(evaluation, "evaluation."), load_kind(recipe.model.kind)
     check_index(evaluation.index, "evaluation.index.", stores_vectors=False)
     OptionChecks(evaluation.index, "evaluation.index.").require(
-        evaluation.index.scan_dtype is None or load_kind(recipe.model.kind).has_one_vector,
+        evaluation.index.scan_dtype is None or kind.has_one_vector or kind.has_token_vectors,
         "scan_dtype",
-        f"is for models with one dense vector per text, not for model.kind={recipe.model.kind}; leave it out",
+        f"is for models with one dense vector per text or per token, not for model.kind={kind.name}; leave it out",
     )
     for name in ("rerank_depth", "document_windows"):
         check.require(

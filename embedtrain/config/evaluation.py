@@ -66,16 +66,21 @@ class VectorPlacement(str, Enum):
 
 
 class VectorDtype(str, Enum):
-    """The type of the stored embeddings of documents. Scores are always fp32."""
+    """The type of the stored embeddings of documents. Scores are always fp32.
+
+    `fp16` has three more bits than `bf16` for numbers up to 1, and is for unit vectors.
+    """
 
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class ScanDtype(str, Enum):
     """The type of the copy of the embeddings that a search reads first."""
 
     bf16 = "bf16"
+    fp16 = "fp16"
     int8 = "int8"
 
 
@@ -130,9 +135,9 @@ def check_index(index: IndexConfig, prefix: str, *, stores_vectors: bool) -> Non
     """Check how an index stores vectors; `stores_vectors`: whether the command stores them in files."""
     check = OptionChecks(index, prefix)
     check.require(
-        index.scan_dtype is not ScanDtype.bf16 or index.dtype is not VectorDtype.bf16,
+        index.scan_dtype in (None, ScanDtype.int8) or index.dtype is VectorDtype.fp32,
         "scan_dtype",
-        f"is not smaller than {prefix}dtype=bf16; write int8, or leave it out",
+        f"is not smaller than {prefix}dtype={index.dtype.value}; write int8, or leave it out",
     )
     check.require(
         stores_vectors or index.place is not VectorPlacement.disk,

@@ -80,6 +80,7 @@ class Kind(ABC):
         own_losses: classes, as "module:Class", of losses that only this kind has, by `loss.name`; an instance is made
             of the options and the score.
         has_one_vector: whether a text has one vector and nothing else.
+        has_token_vectors: whether a text has a vector for each of its tokens and nothing else, compared by MaxSim.
         measures_classes: whether classification and clustering, which need one vector per text, can be measured.
         views: names of the parts of the score that an evaluation also measures alone.
         has_vision: whether a model with a vision tower can be such a model.
@@ -108,6 +109,7 @@ class Kind(ABC):
     scores_pairs: ClassVar[bool] = False
     reranks: ClassVar[bool] = False
     has_one_vector: ClassVar[bool] = False
+    has_token_vectors: ClassVar[bool] = False
     measures_classes: ClassVar[bool] = False
     views: ClassVar[tuple[str, ...]] = ()
     has_vision: ClassVar[bool] = False

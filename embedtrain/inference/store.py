@@ -87,11 +87,16 @@ class DocumentStore(ABC):
         return k + 32
 
 
-def require_kept_in_memory(config: IndexConfig, kind: str) -> None:
-    """Raise ConfigError for what only an index of one vector per text has; `kind` describes the model."""
+def require_no_copy(config: IndexConfig, kind: str) -> None:
+    """Raise ConfigError for `index.scan_dtype` and a placement in files; `kind` describes the model."""
     if config.scan_dtype is not None:
         value = config.scan_dtype.value
         raise ConfigError(f"index.scan_dtype={value}: a {kind} is searched without a copy; leave it out")
+    require_kept_in_memory(config, kind)
+
+
+def require_kept_in_memory(config: IndexConfig, kind: str) -> None:
+    """Raise ConfigError for a placement in files, which only an index of one vector per text has."""
     if config.place is VectorPlacement.disk:
         raise ConfigError(f"index.place=disk: the vectors of a {kind} are kept in memory; write auto, device or host")
 
@@ -100,7 +105,7 @@ def require_kept_in_memory(config: IndexConfig, kind: str) -> None:
 TILE = 16384
 # Fraction of a GPU's free memory that vectors may take before they are kept on the host.
 MAX_DEVICE_FRACTION = 0.5
-_DTYPES = {VectorDtype.fp32: torch.float32, VectorDtype.bf16: torch.bfloat16}
+_DTYPES = {VectorDtype.fp32: torch.float32, VectorDtype.bf16: torch.bfloat16, VectorDtype.fp16: torch.float16}
 
 
 class GrowingTensor:

@@ -1,9 +1,9 @@
 """Scores of vectors, one per text, as in sentence-transformers: cosine, inner product or a distance; and their stores.
 
 `ScannedStore` has a smaller copy of the vectors that searches read, and a bound on its error for each document. The
-copy of a document d has the vector d', rounded to bf16 or to int8 with a scale per document, and the length of the
-residual d - d'. The score that a tile gives it is q d' + |q| |d - d'|, which by the Cauchy-Schwarz inequality is not
-below the exact score q d, and above it by at most 2 |q| |d - d'|. The second term is one more dimension of the vectors.
+copy of a document d has the vector d', rounded to bf16, or with a scale per document to fp16 or int8, and the length of
+the residual d - d'. The score that a tile gives it is q d' + |q| |d - d'|, which by the Cauchy-Schwarz inequality is
+not below the exact score q d, and above it by at most 2 |q| |d - d'|. The second term is one more dimension of vectors.
 
 Shapes: n documents, t of a tile, T queries, P pairs, C candidates, D dimensions.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from embedtrain.config.evaluation import IndexConfig, ScanDtype, VectorPlacement
+from embedtrain.config.evaluation import IndexConfig, ScanDtype, VectorDtype, VectorPlacement
 from embedtrain.config.losses import Similarity, VectorSimilarity
 from embedtrain.errors import ConfigError
 from embedtrain.inference.exact import cosines, norms, pair_batch_size, pairwise_dot, sum_of_halves, unit_vectors
@@ -134,12 +134,58 @@ def pairwise_distance(left: Tensor, right: Tensor, p: int) -> Tensor:
     return sum_of_halves(differences.square()).sqrt()
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedVectors:
+    """A smaller copy of vectors: about their codes times their scale."""
+
+    codes: Tensor  # [n, D], of the type of the copy
+    scales: Tensor  # float32 [n]
+    residuals: Tensor  # float32 [n], not less than the lengths of the errors
+
+    @classmethod
+    def of(cls, vectors: Tensor, dtype: ScanDtype) -> "RoundedVectors":
+        """The copy of float32 vectors [n, D]."""
+        scales = vectors.new_ones(len(vectors))
+        if dtype is ScanDtype.int8:
+            codes, scales = to_int8(vectors)
+        elif dtype is ScanDtype.fp16:  # whose numbers end at 65,504
+            scales = vectors.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+            codes = (vectors / scales.unsqueeze(1)).half()
+        else:
+            codes = vectors.bfloat16()
+        residuals = (norms(vectors - codes.float() * scales.unsqueeze(1)) * _ROUND_UP).float()
+        return cls(codes, scales, residuals)
+
+    def rows(self) -> Tensor:
+        """The vectors of the copy, and the residual as one more dimension: float32 [n, D + 1]."""
+        rows = torch.empty(len(self.codes), self.codes.shape[1] + 1, device=self.codes.device)
+        torch.mul(self.codes, self.scales.unsqueeze(1), out=rows[:, :-1])
+        rows[:, -1] = self.residuals
+        return rows
+
+    def max_norm(self) -> Tensor:
+        """Not less than the length of any vector, its copy and its row: float64."""
+        decoded = self.codes.float() * self.scales.unsqueeze(1)
+        return (norms(decoded) + self.residuals).max()
+
+
+def with_length(queries: Tensor) -> Tensor:
+    """Queries [T, D] and their length as one more dimension, for products with `RoundedVectors.rows`: [T, D + 1].
+
+    Such a product is not below that of the vectors themselves, and above it by at most twice the product of the length
+    and the residual.
+    """
+    lengths = (norms(queries) * _ROUND_UP).float().unsqueeze(1)
+    return torch.cat([queries, lengths], dim=1)
+
+
 def to_int8(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Codes int8 [n, T], and the scale of each vector, float32 [n]: a vector is about its codes times its scale."""
     scales = vectors.abs().amax(dim=1).clamp(min=127 * torch.finfo(torch.float32).tiny) / 127
     return (vectors / scales.unsqueeze(1)).round().to(torch.int8), scales
 
 
+SCAN_DTYPES = {ScanDtype.bf16: torch.bfloat16, ScanDtype.fp16: torch.float16, ScanDtype.int8: torch.int8}
 # Lengths are rounded up when they become float32.
 _ROUND_UP = 1 + 2.0**-20
 
@@ -153,7 +199,7 @@ class ScannedStore(VectorStore):
         # By default only the copy is on the device.
         super().__init__(replace(config, place=_HOST if place is _AUTO else place), device, expected)
         self._scan_dtype, self._device = config.scan_dtype, device
-        dtype = torch.int8 if config.scan_dtype is ScanDtype.int8 else torch.bfloat16
+        dtype = SCAN_DTYPES[config.scan_dtype]
         in_memory = replace(config, place=_AUTO if place is VectorPlacement.disk else place)
         self._copy = VectorTiles(in_memory, device, expected, dtype=dtype, decode=lambda codes: codes)
         # Float32 [n] on the device.
@@ -162,30 +208,19 @@ class ScannedStore(VectorStore):
     def add(self, documents: Part) -> None:
         """Add a vector per document."""
         vectors = self._vectors.add(documents.values).to(self._device)
-        codes, scales = self._encode(vectors.float())
-        self._copy.add(codes)
-        decoded = codes.float() * scales.unsqueeze(1)
-        residuals = (norms(vectors.float() - decoded) * _ROUND_UP).float()
-        self._scales.append(scales)
-        self._residuals.append(residuals)
+        copy = RoundedVectors.of(vectors.float(), self._scan_dtype)
+        self._copy.add(copy.codes)
+        self._scales.append(copy.scales)
+        self._residuals.append(copy.residuals)
         if len(vectors):
-            self._max_norm = torch.maximum(self._max_norm, (norms(decoded) + residuals).max())
-
-    def _encode(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """The copy of vectors [n, D], and the factor of each, [n]."""
-        if self._scan_dtype is ScanDtype.int8:
-            return to_int8(vectors)
-        return vectors.bfloat16(), vectors.new_ones(len(vectors))
+            self._max_norm = torch.maximum(self._max_norm, copy.max_norm())
 
     def tiles(self) -> Iterator[tuple[int, DocumentTile]]:
         """The copies of all vectors, in the order in which they were added."""
         residuals, scales = self._residuals.rows, self._scales.rows
         for start, codes in self._copy.tiles():
             end = start + len(codes)
-            vectors = torch.empty(len(codes), codes.shape[1] + 1, device=codes.device)
-            torch.mul(codes, scales[start:end].unsqueeze(1), out=vectors[:, :-1])
-            vectors[:, -1] = residuals[start:end]
-            yield start, _ScannedTile(vectors)
+            yield start, _ScannedTile(RoundedVectors(codes, scales[start:end], residuals[start:end]).rows())
 
     def rounding_error(self, queries: Part) -> Tensor:
         """As of `VectorStore`, for one more dimension."""
@@ -212,8 +247,7 @@ class _ScannedTile(DocumentTile):
         return len(self.vectors)
 
     def scores(self, queries: Part) -> Tensor:
-        lengths = (norms(queries.values) * _ROUND_UP).float().unsqueeze(1)
-        return torch.cat([queries.values, lengths], dim=1) @ self.vectors.T
+        return with_length(queries.values) @ self.vectors.T
 
 
 def scanned_candidates(k: int) -> int:
@@ -241,7 +275,12 @@ class DotProduct(VectorScore):
         return torch.cat([pairwise_dot(*pair) for pair in zip(*parts, strict=True)]).float().cpu()
 
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> VectorStore:
-        """A store of vectors."""
+        """A store of vectors; a ConfigError for fp16 of vectors of any length, whose numbers it may not hold."""
+        require_no_fp16(config, self.name)
+        return self._vector_store(config, device, expected)
+
+    @staticmethod
+    def _vector_store(config: IndexConfig, device: torch.device, expected: int) -> VectorStore:
         store = VectorStore if config.scan_dtype is None else ScannedStore
         return store(config, device, expected)
 
@@ -257,6 +296,10 @@ class Cosine(DotProduct):
     def search_rows(self, values: Tensor, dimension: int | None = None) -> Tensor:
         """Unit vectors."""
         return unit_vectors(values[:, :dimension])
+
+    def store(self, config: IndexConfig, device: torch.device, expected: int) -> VectorStore:
+        """A store of unit vectors."""
+        return self._vector_store(config, device, expected)
 
     def exact(self, first: Part, second: Part) -> Tensor:
         """Cosines; 0 for a zero vector."""
@@ -283,12 +326,22 @@ class NegativeDistance(DotProduct):
 
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> VectorStore:
         """A store of vectors; a ConfigError for a copy of them, whose error is bounded for inner products alone."""
+        require_no_fp16(config, self.name)
         if config.scan_dtype is not None:
             raise ConfigError(
                 f"index.scan_dtype={config.scan_dtype.value}: the model compares vectors by their {self.name} "
                 "distance, which is searched without a copy; leave it out"
             )
         return DistanceStore(config, device, expected, self.p)
+
+
+def require_no_fp16(config: IndexConfig, similarity: str) -> None:
+    """Raise ConfigError for `index.dtype=fp16` where vectors have any length; `similarity` says how they compare."""
+    if config.dtype is VectorDtype.fp16:
+        raise ConfigError(
+            f"index.dtype=fp16: is for unit vectors (cosine and MaxSim), because its numbers end at 65,504; the model "
+            f"compares vectors by {similarity}; write bf16 or fp32"
+        )
 
 
 def vector_score(similarity: VectorSimilarity) -> DotProduct:

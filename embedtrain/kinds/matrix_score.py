@@ -18,7 +18,8 @@ from torch import Tensor
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.config.losses import VECTOR_TEMPERATURE
 from embedtrain.inference.exact import norms
-from embedtrain.inference.store import TILE, DocumentStore, DocumentTile, require_kept_in_memory
+from embedtrain.inference.store import TILE, DocumentStore, DocumentTile, require_no_copy
+from embedtrain.inference.vectors import require_no_fp16
 from embedtrain.losses.encoded import Encoded, Part, concatenate
 from embedtrain.losses.score import Columns, ScoreTile, TiledScore
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
@@ -76,7 +77,8 @@ class MatrixScore(TiledScore):
 
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> "MatrixStore":
         """A store on the device."""
-        require_kept_in_memory(config, f"model of model.kind={self.kind}")
+        require_no_copy(config, f"model of model.kind={self.kind}")
+        require_no_fp16(config, self.name)
         return MatrixStore(self, device)
 
 

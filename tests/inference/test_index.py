@@ -15,6 +15,7 @@ from embedtrain.inference import store
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order, trec_order
+from embedtrain.inference.store import dtype_of
 from embedtrain.inference.vectors import vector_score
 from embedtrain.losses.encoded import Part
 
@@ -223,12 +224,11 @@ def search_and_rescore(world, queries, documents, ids, k, config, queries_per_sc
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", list(VectorDtype))
-def test_vectors_on_the_host_as_fp32_or_bf16(ranks, size, dtype):
+def test_vectors_on_the_host_in_each_type(ranks, size, dtype):
     """Scores are those of the vectors in that data type, in fp32, in any batches."""
     queries, documents, ids = vectors(1, 9), vectors(2, 47)[torch.arange(50) % 47], numbered(50)
-    kept = documents if dtype is VectorDtype.fp32 else documents.bfloat16().float()
-    expected = exact_ranking(queries, kept, ids, 6)
     config = IndexConfig(dtype=dtype, place=VectorPlacement.host)
+    expected = exact_ranking(queries, documents.to(dtype_of(config)).float(), ids, 6)
     for scores, actual, rescored in ranks(size, search_and_rescore, queries, documents, ids, 6, config, 4):
         assert rows_of(scores, actual) == expected
         assert rescored[:, :-1].equal(scores)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from embedtrain.config.evaluation import IndexConfig, Unshard, VectorDtype, VectorPlacement
+from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, VectorDtype, VectorPlacement
 from embedtrain.data.types import Chunk, TextRole
 from embedtrain.errors import TrainingError
 from embedtrain.inference import index as index_module
@@ -19,7 +19,7 @@ from embedtrain.kinds.late_interaction import score as late_interaction
 from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.losses.encoded import Part, concatenate
 from tests.evaluation.tiny import TOKEN_VECTORS, TinyTokenEncoder, token_encoder
-from tests.inference.test_index import numbered, rows_of
+from tests.inference.test_index import numbered, rows_of, vectors
 from tests.small import small_tokenizer, text
 
 
@@ -64,8 +64,7 @@ def search(
     k,
     mean=False,
     tile_rows=None,
-    dtype=VectorDtype.fp32,
-    placement=VectorPlacement.auto,
+    config=None,
 ):
     """Rankings of documents that are distributed over the ranks, and the scores of all documents one by one."""
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +72,8 @@ def search(
             patch.setattr(late_interaction, "TILE_ROWS", tile_rows)
             patch.setattr(index_module, "MAX_QUERY_ROWS", 6)
             patch.setattr(late_interaction, "BLOCK_NUMEL_CPU", 64)
-        index = ShardedIndex(trec_order(ids), world, IndexConfig(dtype=dtype, place=placement), MaxSim(mean=mean))
+            patch.setattr(late_interaction, "scanned_candidates", lambda k: 2 * k)
+        index = ShardedIndex(trec_order(ids), world, config, MaxSim(mean=mean))
         for batch in np.array_split(np.arange(world.rank, len(ids), world.size), 3):
             part = documents.take(torch.from_numpy(batch), batch)
             index.add(EncodedShard(part, torch.from_numpy(batch)))
@@ -92,10 +92,14 @@ def test_search_equals_the_double_loop_on_any_number_of_ranks(ranks, mean, tile_
             assert result == (rankings, scores)
 
 
-@pytest.mark.parametrize("placement", [VectorPlacement.auto, VectorPlacement.host])
-def test_search_on_a_device_gives_what_it_gives_on_the_cpu(cuda_ranks, placement):
+@pytest.mark.parametrize(
+    "config",
+    [IndexConfig(), IndexConfig(place=VectorPlacement.host), IndexConfig(scan_dtype=ScanDtype.fp16)],
+    ids=["auto", "host", "copy"],
+)
+def test_search_on_a_device_gives_what_it_gives_on_the_cpu(cuda_ranks, config):
     expected = exact_rankings(QUERIES, DOCUMENTS, numbered(11), 4), exact_scores(QUERIES, DOCUMENTS)
-    arguments = (QUERIES, DOCUMENTS, numbered(11), 4, False, 7, VectorDtype.fp32, placement)
+    arguments = (QUERIES, DOCUMENTS, numbered(11), 4, False, 7, config)
     assert cuda_ranks(2, search, *arguments) == [expected] * 2
 
 
@@ -110,10 +114,48 @@ def test_ties_and_documents_that_are_closer_than_rounding_errors(ranks):
             assert result == expected
 
 
-def test_vectors_kept_as_bf16(ranks):
-    ids, rounded = numbered(11), DOCUMENTS.with_values(DOCUMENTS.values.bfloat16().float())
-    expected = exact_rankings(QUERIES, rounded, ids, 5)
-    assert ranks(2, search, QUERIES, DOCUMENTS, ids, 5, False, None, VectorDtype.bf16)[1][0] == expected
+@pytest.mark.parametrize(("dtype", "kept"), [(VectorDtype.bf16, torch.bfloat16), (VectorDtype.fp16, torch.float16)])
+def test_vectors_kept_in_16_bits(ranks, dtype, kept):
+    ids, rounded = numbered(11), DOCUMENTS.with_values(DOCUMENTS.values.to(kept).float())
+    expected = exact_rankings(QUERIES, rounded, ids, 5), exact_scores(QUERIES, rounded)
+    for size in (1, 2, 3):
+        for result in ranks(size, search, QUERIES, DOCUMENTS, ids, 5, False, None, IndexConfig(dtype=dtype)):
+            assert result == expected
+
+
+COPIES = [
+    IndexConfig(scan_dtype=ScanDtype.fp16),
+    IndexConfig(scan_dtype=ScanDtype.bf16, place=VectorPlacement.host),
+    IndexConfig(scan_dtype=ScanDtype.int8, place=VectorPlacement.device),
+]
+
+
+@pytest.mark.parametrize("config", COPIES, ids=lambda config: config.scan_dtype.value)
+def test_a_smaller_copy_changes_no_result(ranks, config):
+    """Among them are documents that differ by less than the error of the copy, more than candidates fit."""
+    close = DOCUMENTS.take(torch.tensor([3] * 60), np.array([3] * 60))
+    close = close.with_values(unit_vectors(close.values + 1e-5 * vectors(3, len(close.values), 8)))
+    documents, ids = concatenate([DOCUMENTS, close]), [f"{i * 37 % 73}" for i in range(71)]
+    expected = exact_rankings(QUERIES, documents, ids, 4, True), exact_scores(QUERIES, documents, True)
+    for size in (1, 2, 3):
+        for result in ranks(size, search, QUERIES, documents, ids, 4, True, 40, config):
+            assert result == expected
+
+
+@pytest.mark.parametrize("scan_dtype", list(ScanDtype))
+@pytest.mark.parametrize("mean", [False, True])
+def test_the_bounds_of_a_copy_hold_for_every_pair(scan_dtype, mean):
+    queries = QUERIES.with_values(QUERIES.values * torch.logspace(-2, 2, len(QUERIES.values))[:, None])
+    store = MaxSim(mean=mean).store(IndexConfig(scan_dtype=scan_dtype), torch.device("cpu"), len(DOCUMENTS))
+    for start, end in ((0, 4), (4, len(DOCUMENTS))):
+        store.add(DOCUMENTS.slice(start, end))
+    ((_, tile),) = store.tiles()
+    scores, exact = tile.scores(queries).double().numpy(), np.array(exact_scores(queries, DOCUMENTS, mean))
+    above = store.rounding_error(queries).unsqueeze(1).numpy()
+    below = store.deficit(queries, torch.arange(len(DOCUMENTS)).unsqueeze(0)).numpy()
+    assert (scores - below <= exact).all() and (exact <= scores + above).all()
+    if scan_dtype is ScanDtype.fp16:  # the copy is as close as its numbers are
+        assert (below < 4e-3 * np.abs(queries.values).norm(dim=1).sum().item()).all()
 
 
 def test_scores_equal_those_of_sentence_transformers(ranks):

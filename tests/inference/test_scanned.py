@@ -12,8 +12,9 @@ from embedtrain.inference import index as index_module
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, first_added_order, trec_order
+from embedtrain.inference.store import dtype_of
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.inference.vectors import ScannedStore
+from embedtrain.inference.vectors import DotProduct, NegativeDistance, ScannedStore
 from embedtrain.kinds.late_interaction.score import MaxSim
 from embedtrain.kinds.sparse.score import WordScore
 from embedtrain.losses.encoded import Part
@@ -21,7 +22,14 @@ from tests.evaluation.tiny import sentence_encoder
 from tests.inference.test_index import exact_ranking, rows_of, sizes_of, vectors
 from tests.small import text
 
-DTYPES = [(VectorDtype.fp32, ScanDtype.int8), (VectorDtype.fp32, ScanDtype.bf16), (VectorDtype.bf16, ScanDtype.int8)]
+CONFIGS = [
+    IndexConfig(scan_dtype=ScanDtype.int8),
+    IndexConfig(scan_dtype=ScanDtype.bf16),
+    IndexConfig(dtype=VectorDtype.bf16, scan_dtype=ScanDtype.int8),
+    IndexConfig(scan_dtype=ScanDtype.int8, place=VectorPlacement.host),
+    IndexConfig(scan_dtype=ScanDtype.fp16, place=VectorPlacement.host),
+    IndexConfig(dtype=VectorDtype.fp16, scan_dtype=ScanDtype.int8, place=VectorPlacement.host),
+]
 
 
 def search(world, queries, documents, ids, k, config, limit=None):
@@ -51,7 +59,7 @@ def search(world, queries, documents, ids, k, config, limit=None):
 def check(ranks, queries, documents, k, config, sizes=(1, 2, 3), limit=None):
     """Returns the number of rescans."""
     ids = [f"{i * 37 % 1009}" for i in range(len(documents))]
-    kept = documents if config.dtype is VectorDtype.fp32 else documents.bfloat16().float()
+    kept = documents.to(dtype_of(config)).float()
     expected, count = exact_ranking(queries, kept, ids, k), 0
     for size in sizes:
         for ranking, scores_are_equal, counts_are_equal, rescanned in ranks(
@@ -63,16 +71,16 @@ def check(ranks, queries, documents, k, config, sizes=(1, 2, 3), limit=None):
     return count
 
 
-@pytest.mark.parametrize(("dtype", "scan_dtype"), DTYPES)
-@pytest.mark.parametrize("place", [VectorPlacement.auto, VectorPlacement.host])
-def test_results_are_those_of_the_vectors_themselves(ranks, dtype, scan_dtype, place):
-    config = IndexConfig(dtype=dtype, scan_dtype=scan_dtype, place=place)
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: f"{config.place.value}-{config.dtype.value}-{config.scan_dtype.value}"
+)
+def test_results_are_those_of_the_vectors_themselves(ranks, config):
     documents = vectors(2, 200)[torch.arange(230) % 200]
     for k in (1, 9, 500):
         assert check(ranks, vectors(1, 7), documents, k, config) == 0
 
 
-@pytest.mark.parametrize("scan_dtype", list(ScanDtype))
+@pytest.mark.parametrize("scan_dtype", [ScanDtype.bf16, ScanDtype.int8])
 def test_more_candidates_than_the_limit(ranks, scan_dtype):
     """The list is proved to be incomplete, and the search reads the copy again."""
     config = IndexConfig(scan_dtype=scan_dtype)
@@ -82,7 +90,7 @@ def test_more_candidates_than_the_limit(ranks, scan_dtype):
 @pytest.mark.parametrize("scan_dtype", list(ScanDtype))
 def test_documents_closer_than_the_error_of_the_copy(ranks, scan_dtype):
     config = IndexConfig(scan_dtype=scan_dtype)
-    close = unit_vectors(vectors(2, 1) + 1e-4 * vectors(3, 300))
+    close = unit_vectors(vectors(2, 1) + 1e-5 * vectors(3, 300))
     assert check(ranks, vectors(1, 4), close, 12, config, sizes=(1, 2), limit=40) > 0
     equal = vectors(2, 2)[torch.arange(240) % 2]
     check(ranks, vectors(1, 4), equal, 10, config, sizes=(2,), limit=40)
@@ -141,11 +149,16 @@ def test_vectors_in_memory_mapped_files(ranks, tmp_path, scan_dtype):
         assert sum(in_memory for *_, in_memory in results) == num_repeated
 
 
-@pytest.mark.parametrize("comparison", [MaxSim(mean=False), WordScore()])
-def test_models_without_one_dense_vector_per_text(comparison):
-    for config, message in (
-        (IndexConfig(scan_dtype=ScanDtype.int8), "index.scan_dtype=int8"),
-        (IndexConfig(place=VectorPlacement.disk), "index.place=disk"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            comparison.store(config, torch.device("cpu"), 1)
+@pytest.mark.parametrize(
+    ("comparison", "config", "message"),
+    [
+        (WordScore(), IndexConfig(scan_dtype=ScanDtype.int8), "index.scan_dtype=int8"),
+        (WordScore(), IndexConfig(place=VectorPlacement.disk), "index.place=disk"),
+        (MaxSim(mean=False), IndexConfig(place=VectorPlacement.disk), "index.place=disk"),
+        (DotProduct(), IndexConfig(dtype=VectorDtype.fp16), "index.dtype=fp16: .*unit vectors"),
+        (NegativeDistance(2), IndexConfig(dtype=VectorDtype.fp16), "index.dtype=fp16: .*unit vectors"),
+    ],
+)
+def test_what_a_score_does_not_store(comparison, config, message):
+    with pytest.raises(ConfigError, match=message):
+        comparison.store(config, torch.device("cpu"), 1)

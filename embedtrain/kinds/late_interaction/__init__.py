@@ -42,6 +42,7 @@ class LateInteraction(BackboneKind):
     temperature_bounds = TOKEN_TEMPERATURE_BOUNDS
     reranks = True
     has_vision = True
+    has_token_vectors = True
     own_losses: ClassVar[Mapping[str, str]] = {"xtr": "embedtrain.kinds.late_interaction.xtr:XTR"}
 
     def outputs(self, source: "ModelSource") -> str:

@@ -7,6 +7,10 @@ Of the inner products of two texts only one per row of the query has a gradient:
 is. A search compares in fp32 first; the exact score needs the inner product of one pair of rows per row of the query:
 those that are within the rounding error of the largest are computed again in float64, in a fixed order of additions.
 
+A search may first read a smaller copy of the rows. With the rows d_b' of the copy, the sum over a of the max over b of
+<q_a, d_b'> + |q_a| |d_b - d_b'| is not below the score, and above it by at most twice the sum of |q_a| times the
+largest |d_b - d_b'| of the document; see `inference/vectors.py`.
+
 c, t: queries and documents of a tile; Q, R: rows of these queries and documents; D: dimensions; P: pairs; n, T:
 documents of a rank and queries in a search.
 """
@@ -29,10 +33,12 @@ from embedtrain.inference.store import (
     MAX_DEVICE_FRACTION,
     DocumentStore,
     DocumentTile,
+    GrowingTensor,
     HostCopy,
     dtype_of,
     require_kept_in_memory,
 )
+from embedtrain.inference.vectors import RoundedVectors, scanned_candidates, with_length
 from embedtrain.losses.encoded import Encoded, Part, concatenate, to_device
 from embedtrain.losses.score import BLOCK_CELLS_CPU, BLOCK_CELLS_GPU, Columns, ScoreTile, TiledScore
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
@@ -110,7 +116,7 @@ class MaxSim(TiledScore):
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> "TokenVectorStore":
         """A store of vectors of tokens."""
         require_kept_in_memory(config, "late-interaction model")
-        return TokenVectorStore(config, device, mean=self.mean)
+        return TokenVectorStore(config, device, expected, mean=self.mean)
 
     @staticmethod
     def _divisors(queries: Part) -> Tensor:
@@ -347,6 +353,10 @@ class _Rows:
         sizes = _sizes(part)
         return cls(part.values, np.cumsum(sizes) - sizes, sizes)
 
+    def order(self) -> Indices:
+        """The rows document by document: int64 [R]."""
+        return np.repeat(self.starts - np.cumsum(self.sizes) + self.sizes, self.sizes) + np.arange(self.sizes.sum())
+
 
 @dataclass(frozen=True, slots=True)
 class _TokenTile(DocumentTile):
@@ -355,6 +365,7 @@ class _TokenTile(DocumentTile):
     columns: SortedDocuments
     rows: _Rows  # the same, in the order in which they were added
     mean: bool
+    has_residuals: bool = False  # as the last dimension of rows: they are of a copy
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -371,22 +382,60 @@ class _TokenTile(DocumentTile):
         return replace(self, columns=replace(self.columns, values=values), rows=replace(self.rows, values=values))
 
     def scores(self, queries: Part) -> Tensor:
-        best = self.columns.maxima(queries.values, _block_numel(queries.values.device))
+        rows = with_length(queries.values) if self.has_residuals else queries.values
+        best = self.columns.maxima(rows, _block_numel(rows.device))
         return self.columns.unsorted(_sums_of_queries(best, queries, mean=self.mean))
 
 
-class TokenVectorStore(DocumentStore):
-    """Documents with a vector per token."""
+class _Memory:
+    """Tensors that are kept on the device while there is room, then on the host."""
 
-    def __init__(self, config: IndexConfig, device: torch.device, *, mean: bool) -> None:
-        self._config, self._device, self._mean = config, device, mean
-        self._dtype = dtype_of(config)
+    def __init__(self, place: VectorPlacement, device: torch.device) -> None:
+        self._place, self._device = place, device
+        self._room: float | None = None  # bytes of the device that may still be taken
+        self._last_copy: HostCopy | None = None  # to the host; earlier ones are complete if this one is
+
+    def keep(self, values: Tensor) -> Tensor:
+        """The same numbers in the memory where they stay."""
+        if self._device.type != "cuda":
+            return values
+        if self._room is None:
+            self._room = self._budget()
+        self._room -= values.nbytes
+        if self._room >= 0:
+            return values
+        # Encoding continues during the copy; a scan reads it in the order of the device's operations.
+        self._last_copy = HostCopy(values)
+        return self._last_copy.tensor
+
+    def wait(self) -> None:
+        """Until the host may read what is kept there."""
+        if self._last_copy is not None:
+            self._last_copy.wait()
+
+    def _budget(self) -> float:
+        if self._place is VectorPlacement.auto:
+            return MAX_DEVICE_FRACTION * free_memory(self._device)
+        return float("inf") if self._place is VectorPlacement.device else 0.0
+
+
+class TokenVectorStore(DocumentStore):
+    """Documents with a vector per token, and with `config.scan_dtype` a smaller copy of these vectors."""
+
+    def __init__(self, config: IndexConfig, device: torch.device, expected: int = 0, *, mean: bool) -> None:
+        self._device, self._mean = device, mean
+        self._dtype, self._scan_dtype = dtype_of(config), config.scan_dtype
+        has_copy, is_auto = config.scan_dtype is not None, config.place is VectorPlacement.auto
+        # By default only the copy is on the device.
+        self._memory = _Memory(VectorPlacement.host if has_copy and is_auto else config.place, device)
+        self._copy_memory = _Memory(config.place, device)
         self._tiles: list[_TokenTile] = []  # of the data type and in the memory in which they are kept
+        self._copies: list[RoundedVectors] = []  # of the rows of each tile, in its order
+        # Of each document, on the device: the largest of its rows.
+        self._residuals = GrowingTensor(expected, torch.float32, device)
         self._pending: list[Part] = []
         self._pending_rows = 0
         self._num_documents = self._dimension = 0
-        self._device_bytes = 0.0  # that tiles may still take
-        self._last_copy: HostCopy | None = None  # of a tile to the host; earlier ones are complete if this one is
         self._max_norm = torch.zeros((), dtype=torch.float64, device=device)
 
     def __len__(self) -> int:
@@ -395,9 +444,7 @@ class TokenVectorStore(DocumentStore):
     def add(self, documents: Part) -> None:
         """Add the vectors of documents."""
         values = documents.values.to(self._device, self._dtype)
-        if not self._dimension:
-            self._dimension = values.shape[1]
-            self._device_bytes = self._budget()
+        self._dimension = values.shape[1]
         if not len(documents):
             return
         self._pending.append(documents.with_values(values))
@@ -408,8 +455,16 @@ class TokenVectorStore(DocumentStore):
             self._seal()
 
     def tiles(self) -> Iterator[tuple[int, DocumentTile]]:
-        """All documents, in tiles of about `TILE_ROWS` vectors."""
-        yield from self._tiles_on_device()
+        """All documents, in tiles of about `TILE_ROWS` vectors, or their copies."""
+        if self._scan_dtype is None:
+            yield from self._tiles_on_device()
+            return
+        self._seal()
+        start = 0
+        for tile, copy in zip(self._tiles, self._copies, strict=True):
+            on_device = replace(copy, codes=copy.codes.to(self._device, non_blocking=True))
+            yield start, replace(tile.to(on_device.rows()), has_residuals=True)
+            start += len(tile)
 
     def parts(self) -> Iterator[tuple[Tensor, Part]]:
         """Their vectors, tile by tile, in the order of lengths."""
@@ -420,8 +475,7 @@ class TokenVectorStore(DocumentStore):
     def exact_scores(self, queries: Part, rows: Tensor, documents: Tensor) -> Tensor:
         """See `exact_maxsim`."""
         self._seal()
-        if self._last_copy is not None:
-            self._last_copy.wait()
+        self._memory.wait()
         scores = torch.empty(len(rows), device=self._device)
         query_of, document_of = rows.cpu().numpy(), documents.cpu().numpy()
         order = np.argsort(document_of, kind="stable")
@@ -443,8 +497,24 @@ class TokenVectorStore(DocumentStore):
         """
         unit = torch.finfo(torch.float32).eps / 2
         sizes = to_device(_sizes(queries), self._device).double()
-        norms = _sums_of_queries(_norms(queries.values).unsqueeze(0), queries, mean=self._mean)[:, 0]
-        return (self._dimension + 8 + sizes) * unit * self._max_norm * norms
+        # A copy has one more dimension.
+        return (self._dimension + 9 + sizes) * unit * self._max_norm * self._query_norms(queries)
+
+    def deficit(self, queries: Part, documents: Tensor) -> Tensor:
+        """Of a copy, twice the largest error of the document's rows for each row of the query, and the rounding."""
+        rounding = super().deficit(queries, documents)
+        if self._scan_dtype is None:
+            return rounding
+        residuals = self._residuals.rows[documents].double()
+        return 2 * self._query_norms(queries).unsqueeze(1) * residuals + rounding
+
+    def candidate_limit(self, k: int) -> int:
+        """See `scanned_candidates`."""
+        return super().candidate_limit(k) if self._scan_dtype is None else scanned_candidates(k)
+
+    def _query_norms(self, queries: Part) -> Tensor:
+        """Sums, or means, of the lengths of the rows of queries: float64 [T]."""
+        return _sums_of_queries(_norms(queries.values).unsqueeze(0), queries, mean=self._mean)[:, 0]
 
     def _tiles_on_device(self) -> Iterator[tuple[int, _TokenTile]]:
         self._seal()
@@ -459,20 +529,14 @@ class TokenVectorStore(DocumentStore):
             return
         tile = _TokenTile.of(concatenate(self._pending), mean=self._mean)
         self._pending, self._pending_rows = [], 0
-        self._device_bytes -= tile.rows.values.nbytes
-        if self._device.type == "cuda" and self._device_bytes < 0:
-            # Encoding continues during the copy; a scan reads it in the order of the device's operations.
-            self._last_copy = HostCopy(tile.rows.values)
-            tile = tile.to(self._last_copy.tensor)
-        self._tiles.append(tile)
-
-    def _budget(self) -> float:
-        """Bytes of the device that tiles may take; the rest is kept on the host."""
-        if self._device.type != "cuda" or self._config.place is VectorPlacement.host:
-            return 0.0
-        if self._config.place is VectorPlacement.device:
-            return float("inf")
-        return MAX_DEVICE_FRACTION * free_memory(self._device)
+        if self._scan_dtype is not None:
+            copy = RoundedVectors.of(tile.rows.values.float(), self._scan_dtype)
+            self._max_norm = torch.maximum(self._max_norm, copy.max_norm())
+            documents = to_device(np.repeat(np.arange(len(tile)), tile.rows.sizes), self._device)
+            of_rows = copy.residuals[to_device(tile.rows.order(), self._device)]
+            self._residuals.append(of_rows.new_zeros(len(tile)).scatter_reduce(0, documents, of_rows, "amax"))
+            self._copies.append(replace(copy, codes=self._copy_memory.keep(copy.codes)))
+        self._tiles.append(tile.to(self._memory.keep(tile.rows.values)))
 
 
 @torch.no_grad()

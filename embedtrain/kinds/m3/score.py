@@ -26,7 +26,7 @@ from embedtrain.config.kind_settings import HybridWeights, M3Settings
 from embedtrain.config.losses import Similarity
 from embedtrain.errors import ConfigError
 from embedtrain.inference.exact import norms, pair_batch_size, pairwise_dot, sum_of_halves
-from embedtrain.inference.store import DocumentStore, DocumentTile, require_kept_in_memory
+from embedtrain.inference.store import DocumentStore, DocumentTile, require_no_copy
 from embedtrain.kinds.late_interaction.score import MaxSim, TokenVectorStore
 from embedtrain.losses.encoded import Encoded, Part, concatenate, to_device
 from embedtrain.losses.score import (
@@ -121,7 +121,7 @@ class M3Score(Score):
             raise ConfigError(
                 f"index.dtype={config.dtype.value}: a model of three representations (m3) needs fp32; leave it out"
             )
-        require_kept_in_memory(config, "model of three representations (m3)")
+        require_no_copy(config, "model of three representations (m3)")
         return M3Store(config, device, self.settings)
 
 

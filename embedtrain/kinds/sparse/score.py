@@ -18,7 +18,7 @@ from torch import Tensor
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS, Similarity
 from embedtrain.inference.exact import norms, pairwise_dot
-from embedtrain.inference.store import DocumentStore, DocumentTile, require_kept_in_memory
+from embedtrain.inference.store import DocumentStore, DocumentTile, require_no_copy
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.score import VectorScore
 
@@ -54,7 +54,7 @@ class WordScore(VectorScore):
 
     def store(self, config: IndexConfig, device: torch.device, expected: int) -> "WordStore":
         """A store of words and their weights."""
-        require_kept_in_memory(config, "sparse model")
+        require_no_copy(config, "sparse model")
         return WordStore(device)
 
 

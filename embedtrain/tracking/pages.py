@@ -159,6 +159,7 @@ Results = Mapping[str, Mapping[str, float]]
 
 _EVALUATION_GAP = 3  # between columns of an evaluation; what rich inserts for SIMPLE_HEAD with a padding of one
 _NAME_WIDTH = 24
+_END_WIDTH = 13  # of a longer name
 
 
 class EvaluationTable:
@@ -185,7 +186,7 @@ class EvaluationTable:
 
     def plain_lines(self) -> list[str]:
         """Aligned lines with every metric and every change."""
-        rows = self._cells(len(self._metrics), len(self._metrics))
+        rows = self._cells(len(self._metrics), len(self._metrics), shortened=False)
         widths = _widths(rows)
         return [
             "  ".join(pad(cell.plain, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -198,8 +199,8 @@ class EvaluationTable:
         choices = [(count, count), *((number, 1) for number in range(count, 0, -1)), (1, 0), (0, 0)]
         rows: list[list[Text]] = []
         num_metrics = 0
-        for num_metrics, num_changes in choices:
-            rows = self._cells(num_metrics, num_changes)
+        for shortened, (num_metrics, num_changes) in [(False, choices[0]), *((True, choice) for choice in choices)]:
+            rows = self._cells(num_metrics, num_changes, shortened=shortened)
             if sum(_widths(rows)) + _EVALUATION_GAP * (len(rows[0]) - 1) <= width:
                 break
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim", border_style="dim")
@@ -209,13 +210,13 @@ class EvaluationTable:
             table.add_row(*row)
         return table, list(self._metrics[num_metrics:])
 
-    def _cells(self, num_metrics: int, num_changes: int) -> list[list[Text]]:
+    def _cells(self, num_metrics: int, num_changes: int, *, shortened: bool) -> list[list[Text]]:
         """Header and rows with the first `num_metrics` metrics, and a change for the first `num_changes` of them."""
         names = self._metrics[:num_metrics]
         rows = [[Text("set"), *[Text("kind")][: len(self._kinds)], *(Text(printable(name)) for name in names)]]
         for set_name, metrics in self._results.items():
             previous = self._previous.get(set_name, {})
-            row = [_shortened(set_name)]
+            row = [_shortened(set_name) if shortened else Text(printable(set_name))]
             if self._kinds:
                 row.append(Text(printable(self._kinds.get(set_name, ""))))
             for index, name in enumerate(names):
@@ -239,9 +240,13 @@ def _change(change: float) -> Text:
 
 
 def _shortened(name: str) -> Text:
+    """A name without its middle if it is long: those of the subsets of a task of mteb differ at their end."""
     text = Text(printable(name))
-    text.truncate(_NAME_WIDTH, overflow="ellipsis")
-    return text
+    end = text[-_END_WIDTH:] if text.cell_len > _NAME_WIDTH else Text()
+    while end.cell_len > _END_WIDTH:  # letters of two columns
+        end = end[1:]
+    text.truncate(_NAME_WIDTH - end.cell_len, overflow="ellipsis")
+    return text + end
 
 
 def _widths(rows: list[list[Text]]) -> list[int]:

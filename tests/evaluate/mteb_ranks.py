@@ -1,9 +1,15 @@
 """What the ranks do in tests of mteb: a module that does not import it, so that only rank 0 has to."""
 
 from pathlib import Path
+from unittest import mock
 
-from embedtrain.commands.evaluate.mteb_client import EvaluatedModel, run_tasks
+import pytest
+
+from embedtrain.commands.evaluate import mteb_client
+from embedtrain.commands.evaluate.mteb_client import EvaluatedModel, check_tasks, run_tasks
 from embedtrain.config.recipe import Precision
+from embedtrain.data.images.files import PICTURES, header_of
+from embedtrain.errors import ConfigError, FailedElsewhere
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.command_model import load_encoder_model
 from embedtrain.inference.vector_cache import model_identity
@@ -56,3 +62,39 @@ def run_and_fail(world, directory, folder):
     except Exception as error:
         infinite = f"{type(error).__name__}: {error}"
     return metrics, failures, again.metrics, other, encoded[:before], raised, infinite
+
+
+def run_pages(world, directory, folder, copies, kind="dense", picture_bytes=1 << 26, pooling=None):
+    """Metrics and failures of tasks on copies of their data."""
+    config = model_options(kind, path=str(directory), **({"pooling": pooling} if pooling else {}))
+    model = load_encoder_model(config, Precision.fp32, world)
+    encoder = SentenceEncoder.from_model(model, world, chunk_tokens=64)
+    identity = model_identity(model.source, Precision.fp32, world)
+    tasks = []
+    if world.is_main:
+        from tests.evaluate import page_tasks
+
+        tasks = [page_tasks.page_task(name, path) for name, path in copies.items()]
+    with world.fail_together("comparing"):
+        check_tasks(tasks, model.source, reads_pictures=model.tokenizer.layout.reads_pictures)
+    evaluated = EvaluatedModel(encoder, model.source, str(directory), identity)
+    with mock.patch.object(mteb_client, "_PICTURE_BYTES_PER_COMMAND", picture_bytes):
+        results = run_tasks(tasks, evaluated, Console(enabled=False), Path(folder))
+    return results.metrics, results.failures
+
+
+def refused(world, *arguments):
+    """The message of the error."""
+    with pytest.raises(ConfigError if world.is_main else FailedElsewhere) as caught:
+        run_pages(world, *arguments)
+    return str(caught.value)
+
+
+def vectors_of_pages(world, directory, texts, files):
+    """Vectors of texts and of pictures, of a model of texts and pictures."""
+    model = load_encoder_model(model_options("image_text", path=str(directory)), Precision.fp32, world)
+    encoder = SentenceEncoder.from_model(model, world, chunk_tokens=64)
+    headers = [header_of(data) for data in files]
+    for header, data in zip(headers, files, strict=True):
+        PICTURES.add_bytes(header, data)
+    return encoder.encode_all(texts).numpy(), encoder.encode_all([str(header.picture) for header in headers]).numpy()

@@ -133,7 +133,7 @@ def test_names_of_tasks_and_benchmarks():
     [
         ("SciFct", "mteb: 'SciFct' .*did you mean SciFact or "),
         ("qqqqqq", "`mteb available-tasks`"),
-        ("CIFAR10", "mteb: CIFAR10 .*image"),
+        ("ESC50", "mteb: ESC50 .*audio"),
     ],
 )
 def test_unusable_names_are_rejected(name, words):

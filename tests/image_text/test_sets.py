@@ -57,6 +57,32 @@ def test_the_configurations_of_vidore(tmp_path):
     assert (data.queries, data.judgements) == ({"7": "x"}, {"7": {"1": 2}})
 
 
+def test_the_third_version_of_vidore(tmp_path):
+    """Ids with underscores, and other columns: the document of a page is not its id, and its OCR is not read."""
+    items = [picture_item(tmp_path / "pages", seed) for seed in range(3)]
+    pages = [
+        {
+            "corpus_id": seed,
+            "image": picture(tmp_path / "pages", seed),
+            "doc_id": "a",
+            "markdown": "m",
+            "page_number_in_doc": seed,
+        }
+        for seed in range(3)
+    ]
+    queries = [{"query_id": 7, "query": "x", "language": "english", "raw_answers": ["y"], "answer": "y"}]
+    boxes = [{"annotator": 0, "x1": 1, "x2": 2}]
+    tables = {"corpus": pages, "queries": queries, "documents_metadata": [{"doc_id": "a", "file_name": "a.pdf"}]}
+    tables["qrels"] = [{"query_id": 7, "corpus_id": 1, "score": 2, "content_type": ["text"], "bounding_boxes": boxes}]
+    for name, rows in tables.items():
+        table(tmp_path / "set" / name / "test.parquet", rows)
+    configs = [f"- config_name: {n}\n  data_files:\n  - split: test\n    path: {n}/test.parquet\n" for n in tables]
+    (tmp_path / "set" / "README.md").write_text("---\nconfigs:\n" + "".join(configs) + "---\n")
+    data = read(tmp_path / "set").data
+    assert (data.documents.ids, data.documents.texts) == (["0", "1", "2"], items)
+    assert (data.queries, data.judgements) == ({"7": "x"}, {"7": {"1": 2}})
+
+
 def test_rows_of_questions_and_pages(tmp_path):
     """ViDoRe's first form: a page of several questions is one document, and one without a question is searched."""
     items = [picture_item(tmp_path / "pages", seed) for seed in range(3)]

@@ -274,6 +274,21 @@ def test_a_table_shows_the_kind_of_each_set(capsys):
     ]
 
 
+def test_long_names_of_sets_keep_their_end(capsys):
+    """The subsets of a task of mteb; a log has whole names, a terminal those that fit."""
+    names = [f"Vidore3FinanceEnRetrieval/{language}/test" for language in ("english", "french")]
+    results = {name: {"ndcg@10": 0.5} for name in [*names, "集" * 30]}
+    Console().evaluation(0, results)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+    for width, shown in ((100, names), (50, ["Vidore3Fin…/english/test", "Vidore3Fin…l/french/test"])):
+        rich, out = terminal(width)
+        Console(terminal=rich).evaluation(0, results)
+        lines = ESCAPES.sub("", out.getvalue()).splitlines()
+        assert all(any(line.startswith(f"{name} ") for line in lines) for name in shown)
+        assert all(cell_len(line) <= width for line in lines)
+
+
 def test_the_cursor_is_visible_during_training():
     rich, out = terminal(80)
     console = Console(terminal=rich)

@@ -318,11 +318,14 @@ def _open_encoder(
     options: EvaluateOptions, model: "LoadedModel", inputs: "Inputs", world: "World"
 ) -> "tuple[SentenceEncoder, dict[str, Any], VectorCache | None]":
     """What encodes texts with the model, the identity of its vectors, and their cache if the user wants one."""
+    from embedtrain.commands.evaluate.mteb_client import check_tasks
     from embedtrain.evaluation.types import check_sets_of_kind
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache
 
     check_sets_of_kind(inputs.sets, model.source.kind, "sets")
+    with world.fail_together("comparing the tasks of mteb with the model"):
+        check_tasks(inputs.tasks, model.source, reads_pictures=model.tokenizer.layout.reads_pictures)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
     directory = options.vectors_dir
     identity = _identity(options, model, world) if directory or options.mteb else {}

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import logging
+import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,9 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig, SetKind, VectorPlacement
+from embedtrain.data.images.files import PICTURES, BadPicture, Place, header_of, pillow, read_bytes
+from embedtrain.data.images.item import Picture, join_parts, pictures_of
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World, explain_lost_contact
-from embedtrain.errors import ConfigError, FailedElsewhere, ModelError
+from embedtrain.errors import ConfigError, DataError, FailedElsewhere, ModelError
 from embedtrain.evaluation.evaluator import ResultCallback
 from embedtrain.inference.encode import EncodedShard, ProgressCallback, SentenceEncoder
 from embedtrain.inference.index import ShardedIndex, trec_order
@@ -47,6 +50,15 @@ class StartTask:
     """Start a task and drop the index."""
 
     task: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddPictures:
+    """Store pictures that texts of later commands refer to: `files` has the bytes of their files, one after another."""
+
+    references: list[str]
+    lengths: list[int]
+    files: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,7 @@ class Finish:
     error: str | None = None
 
 
-Command = StartTask | EncodeTexts | NewIndex | AddDocuments | SearchDocuments | ScoreDocuments | Finish
+Command = StartTask | AddPictures | EncodeTexts | NewIndex | AddDocuments | SearchDocuments | ScoreDocuments | Finish
 
 
 class CommandChannel:
@@ -107,6 +119,9 @@ class CommandChannel:
 
     The constructor is a collective. Rank 0 then calls `run`, and finally `finish`; the other ranks call `serve`, which
     returns after `finish`.
+
+    Texts may have pictures, which mteb has on rank 0 alone. `add_picture` sends their files, of which each host keeps
+    one copy on its disk until the next task.
     """
 
     def __init__(
@@ -121,12 +136,26 @@ class CommandChannel:
         self._config, self._vector_cache = index, vector_cache
         self._index: ShardedIndex | None = None
         self._task = "mteb"
+        self._pending: dict[Picture, bytes] = {}  # pictures to send before the next command
+        self._sent: set[int] = set()  # keys of the pictures of this task that all ranks have
+        self._lent: list[Picture] = []  # those that only `_files` has
+        self._files: Any = None  # a temporary file of the first rank of a host, with the pictures of this task
         self.in_sync = True  # whether the other ranks wait for a command; False after one that was not completed
         # Of gloo, on whatever device the ranks compute: commands are on the CPU.
         self._channel = replace(world, group=dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT))
 
     def run(self, command: Command) -> Any:
         """Execute a command on all ranks and return its result. On rank 0."""
+        self._send_pictures()
+        return self._run(command)
+
+    def _send_pictures(self) -> None:
+        if self._pending:
+            pictures, self._pending = self._pending, {}
+            lengths = list(map(len, pictures.values()))
+            self._run(AddPictures(list(map(str, pictures)), lengths, b"".join(pictures.values())))
+
+    def _run(self, command: Command) -> Any:
         # After an interruption, the ranks are at different points and cannot receive further commands.
         self.in_sync = False
         with explain_lost_contact(f"running {self._task}"):
@@ -134,12 +163,26 @@ class CommandChannel:
         self.in_sync = True
         return result
 
+    def add_picture(self, data: bytes) -> Picture:
+        """The picture of a file with these bytes, which texts may refer to from now on. On rank 0.
+
+        Raises BadPicture if it cannot be used.
+        """
+        picture = header_of(data).picture
+        if picture.key not in self._sent:
+            self._sent.add(picture.key)
+            self._pending[picture] = data
+            if sum(map(len, self._pending.values())) >= _PICTURE_BYTES_PER_COMMAND:
+                self._send_pictures()
+        return picture
+
     def finish(self, error: BaseException | None = None) -> None:
         """Release the other ranks. On rank 0; does nothing if they were lost within a command."""
         if self.in_sync:
             self.in_sync = False
             with explain_lost_contact(f"running {self._task}"):
                 self._broadcast(Finish(None if error is None else f"{type(error).__name__}: {error}"))
+        self._forget_pictures()
 
     def serve(self) -> None:
         """Execute rank 0's commands until it finishes, or raise FailedElsewhere if it failed. On every other rank."""
@@ -149,6 +192,7 @@ class CommandChannel:
                 if isinstance(command, Finish):
                     break
                 self._execute(command)
+        self._forget_pictures()
         if command.error is not None:
             raise FailedElsewhere(f"rank 0 failed while running {self._task}: {command.error}")
 
@@ -161,6 +205,9 @@ class CommandChannel:
         match command:
             case StartTask(task):
                 self._task, self._index = task, None
+                self._forget_pictures()
+            case AddPictures(references, lengths, files):
+                self._store_pictures(references, lengths, files)
             case EncodeTexts(texts, prompt, role):
                 role = TextRole.query if self.encoder.score.is_symmetric else role
                 return self.encoder.encode_all(texts, prompt, role=role, label="encoding texts")
@@ -174,6 +221,33 @@ class CommandChannel:
                 vectors = self._encode_queries(queries, prompt)
                 return self._current_index.scores_of(vectors, torch.from_numpy(documents))
         return None
+
+    def _store_pictures(self, references: list[str], lengths: list[int], files: bytes) -> None:
+        world, path, start = self._channel, "", 0
+        with world.fail_together("storing the pictures of a task of mteb"):
+            if world.local_rank == 0:
+                if self._files is None:
+                    self._files = tempfile.NamedTemporaryFile(prefix="embedtrain-mteb-")  # noqa: SIM115
+                path, start = self._files.name, self._files.tell()
+                self._files.write(files)
+                self._files.flush()
+        path, start = world.gather((path, start))[world.rank - world.local_rank]
+        for reference, length in zip(references, lengths, strict=True):
+            (picture,) = pictures_of(reference)
+            if PICTURES.lend(picture, Place(path, start, length)):
+                self._lent.append(picture)
+            start += length
+
+    def _forget_pictures(self) -> None:
+        """Delete those of the previous task."""
+        for picture in self._lent:
+            PICTURES.take_back(picture)
+        self._lent.clear()
+        self._sent.clear()
+        self._pending.clear()
+        if self._files is not None:
+            self._files.close()
+            self._files = None
 
     def _add_documents(self, texts: list[str], prompt: str, first: int) -> None:
         index, mapped = self._current_index, self._config.place is VectorPlacement.disk
@@ -195,6 +269,8 @@ class CommandChannel:
 MAX_CHARACTERS = 1 << 24
 # Queries per command, which bounds its size.
 _QUERIES_PER_COMMAND = 8192
+# Bytes of pictures per command, at least one picture.
+_PICTURE_BYTES_PER_COMMAND = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -205,6 +281,12 @@ class MtebSettings:
     default_prompt: str  # for texts without a prompt in `prompts`
     similarity: str  # one of `VectorSimilarity`
     has_text_vectors: bool = True  # one per text, which tasks other than retrieval and reranking need
+    reads_pictures: bool = False
+
+    @property
+    def modalities(self) -> list[str]:
+        """What the model reads, in mteb's words."""
+        return ["text", "image"] if self.reads_pictures else ["text"]
 
 
 class ShardedModel:
@@ -221,7 +303,7 @@ class ShardedModel:
         self._corpus: Any = None
 
     def encode(
-        self, inputs: Iterable[Mapping[str, list[str]]], *, task_metadata: Any, prompt_type: Any = None, **_: Any
+        self, inputs: Iterable[Mapping[str, list[Any]]], *, task_metadata: Any, prompt_type: Any = None, **_: Any
     ) -> NDArray[np.float32]:
         """Vectors of all texts, float32 [n, D], not normalized."""
         if not self._settings.has_text_vectors:
@@ -237,7 +319,7 @@ class ShardedModel:
             vectors: Tensor = self._channel.run(EncodeTexts(texts, prompt, role)).cpu()
             return vectors.numpy()
 
-        parts = [encode(texts) for texts in _text_batches(_texts(inputs), self._max_characters)]
+        parts = [encode(texts) for texts in _text_batches(self._items(inputs), self._max_characters)]
         return np.concatenate(parts or [encode([])])
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
@@ -270,8 +352,10 @@ class ShardedModel:
         from mteb.types import PromptType
 
         def read(dataset: Any, prompt_type: Any) -> tuple[Iterator[str], str]:
-            loader = create_dataloader(dataset, task_metadata=task_metadata, prompt_type=prompt_type, batch_size=1024)
-            return _texts(loader), self._prompt(task_metadata, prompt_type)
+            with_files = _with_files(dataset)
+            options = {"task_metadata": task_metadata, "prompt_type": prompt_type}
+            loader = create_dataloader(with_files, batch_size=1024 if with_files is dataset else 64, **options)
+            return self._items(loader), self._prompt(task_metadata, prompt_type)
 
         query_ids = [str(query_id) for query_id in queries["id"]]
         query_texts, prompt = read(queries, PromptType.query)
@@ -324,6 +408,27 @@ class ShardedModel:
             best = sorted(triples, key=lambda triple: triple[:2], reverse=True)[:top_k]
             yield [number for _, _, number in best], [score for score, _, _ in best]
 
+    def _items(self, batches: Iterable[Mapping[str, list[Any]]]) -> Iterator[str]:
+        """The texts of mteb's batches, with their pictures in the order of the columns, as in sentence-transformers.
+
+        As there, a column that the model does not read is left out: v3.1 of ViDoRe has the text of each page as well.
+        """
+        for batch in batches:
+            columns = [name for name in batch if name in self._settings.modalities]
+            rows: Iterable[tuple[Any, ...]] = zip(*(batch[name] for name in columns), strict=True)
+            for number, values in enumerate(rows):
+                parts: list[str | Picture] = []
+                for name, value in zip(columns, values, strict=True):
+                    if name == "text":
+                        parts.append(value)
+                    elif value is not None:
+                        try:
+                            parts.append(self._channel.add_picture(_file_of(value)))
+                        except BadPicture as bad:
+                            where = f"of {batch['id'][number]}" if "id" in batch else f"number {number + 1} of a batch"
+                            raise DataError(f"the picture {where} cannot be used: {bad}") from None
+                yield join_parts(parts)
+
     def _prompt(self, task_metadata: Any, prompt_type: Any) -> str:
         """In mteb's order: the prompt of the task, of its type, of queries or documents, the model's default."""
         from mteb.models.abs_encoder import get_prompt_name
@@ -332,9 +437,26 @@ class ShardedModel:
         return self._settings.default_prompt if name is None else self._settings.prompts[name]
 
 
-def _texts(batches: Iterable[Mapping[str, list[str]]]) -> Iterator[str]:
-    for batch in batches:
-        yield from batch["text"]
+def _with_files(dataset: Any) -> Any:
+    """The data set with the files of its pictures instead of their pixels; itself if it has none."""
+    from datasets import Image
+
+    for name, feature in dataset.features.items():
+        if isinstance(feature, Image):
+            dataset = dataset.cast_column(name, Image(decode=False))
+    return dataset
+
+
+def _file_of(value: Any) -> bytes:
+    """The bytes of a picture's file, of one that `_with_files` has left undecoded, or of an image of Pillow."""
+    if isinstance(value, Mapping):
+        return value["bytes"] or read_bytes(Place(value["path"]))
+    if not isinstance(value, pillow().Image):
+        raise DataError(f"a picture is a {type(value).__name__}, not an image of Pillow")
+    file = io.BytesIO()
+    image = value if value.mode in _PNG_MODES else value.convert("RGB")
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 def _text_batches(texts: Iterator[str], max_characters: int) -> Iterator[list[str]]:
@@ -354,6 +476,9 @@ def _text_batches(texts: Iterator[str], max_characters: int) -> Iterator[list[st
 # mteb's types of tasks that are kinds of evaluation sets; other types keep mteb's names.
 _KINDS = {
     "Retrieval": SetKind.retrieval.value,
+    "Any2AnyRetrieval": SetKind.retrieval.value,
+    "Any2AnyMultilingualRetrieval": SetKind.retrieval.value,
+    "DocumentUnderstanding": SetKind.retrieval.value,
     "Reranking": SetKind.reranking.value,
     "STS": SetKind.sts.value,
     "PairClassification": SetKind.pair_classification.value,
@@ -361,6 +486,7 @@ _KINDS = {
     "Classification": SetKind.classification.value,
     "Clustering": SetKind.clustering.value,
 }
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _SETTINGS_FILE = "config_sentence_transformers.json"
 
 
@@ -386,7 +512,7 @@ class TaskResults:
 def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> list[Any]:
     """The tasks and benchmarks of mteb with these names, in this order, each task once.
 
-    Raises ConfigError if mteb is not installed, a name is unknown or reserved, or a task is not about text alone.
+    Raises ConfigError if mteb is not installed, a name is unknown or reserved, or a task is of sound or videos.
     """
     if importlib.util.find_spec("mteb") is None:
         raise ConfigError(f"mteb={list(names)} needs a package that is not installed: {install_command('mteb')}")
@@ -421,11 +547,38 @@ def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> l
                 f"mteb: {task.metadata.name} is also the name of an evaluation set; "
                 f"write {{path: ..., name: ...}} in sets for another"
             )
-        modalities = [modality for modality in task.metadata.modalities if modality != "text"]
+        modalities = [modality for modality in task.metadata.modalities if modality not in ("text", "image")]
         if modalities:
-            raise ConfigError(f"mteb: {task.metadata.name} has {' and '.join(modalities)}; only text is supported")
+            raise ConfigError(
+                f"mteb: {task.metadata.name} has {' and '.join(modalities)}; texts and images are supported"
+            )
     # Subsets and splits may differ between a task and the same task in a benchmark.
     return list({(t.metadata.name, tuple(t.hf_subsets), tuple(t.eval_splits)): t for t in tasks}.values())
+
+
+def check_tasks(tasks: Sequence[Any], source: ModelSource, *, reads_pictures: bool) -> None:
+    """Raise a ConfigError for a task with items that the model does not read."""
+    for task in tasks:
+        for side in _sides(task):
+            if not reads_pictures and "text" not in side:
+                raise ConfigError(
+                    f"mteb: {task.metadata.name} has items that are pictures alone, and the model reads texts alone"
+                )
+            if reads_pictures and len(side) > 1 and not source.kind.has_one_tower:
+                raise ConfigError(
+                    f"mteb: {task.metadata.name} has items of a text and a picture, and the model of "
+                    f"kind={source.kind.name} takes one or the other; a vision-language model takes both"
+                )
+
+
+def _sides(task: Any) -> list[set[str]]:
+    """What an item of each side of a task has; all tasks but those of retrieval have one item after the other."""
+    from mteb.abstasks.retrieval import AbsTaskRetrieval
+    from mteb.types import PromptType
+
+    if isinstance(task, AbsTaskRetrieval):
+        return [set(task.metadata.get_modalities(side)) for side in (PromptType.query, PromptType.document)]
+    return [{modality} for modality in task.metadata.modalities]
 
 
 def run_tasks(
@@ -455,7 +608,7 @@ def run_tasks(
     """
     encoder, world = model.encoder, model.encoder.world
     with world.fail_together("reading the model's settings for mteb"):
-        settings = read_settings(model.source)
+        settings = replace(read_settings(model.source), reads_pictures=encoder.tokenizer.layout.reads_pictures)
     channel = CommandChannel(encoder, world, index or IndexConfig(), vector_cache=vector_cache)
     results = TaskResults()
     if world.is_main:
@@ -557,7 +710,7 @@ def _model_meta(model: EvaluatedModel, settings: MtebSettings) -> Any:
             "revision": digest,
             "similarity_fn_name": ScoringFunction(settings.similarity),
             "max_tokens": tokenizer.max_length,
-            "modalities": ["text"],
+            "modalities": settings.modalities,
         }
     )
 

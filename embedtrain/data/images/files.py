@@ -305,6 +305,18 @@ class KnownPictures:
         """Remember a picture. Of equal pictures in several files the last is read."""
         self._places[picture.key] = place
 
+    def lend(self, picture: Picture, place: Place) -> bool:
+        """Remember a picture whose place is there until `take_back`, unless a place is known; whether it was not."""
+        with contextlib.suppress(DataError):
+            self.place(picture)
+            return False
+        self.add(picture, place)
+        return True
+
+    def take_back(self, picture: Picture) -> None:
+        """Forget the place of a picture that was lent."""
+        self._places.pop(picture.key, None)
+
     def add_file(self, header: Header, place: Place) -> None:
         """Remember a picture in a file."""
         self.add(header.picture, place)

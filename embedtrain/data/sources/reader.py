@@ -27,7 +27,7 @@ from embedtrain.data.sources.values import BadRow, list_names
 from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.utils.formatting import format_count
 
-_ID_KEYS = ("docid", "_id", "id", "doc_id", "document_id", "pid")
+_ID_KEYS = ("docid", "_id", "id", "corpus_id", "corpus-id", "doc_id", "document_id", "pid")
 
 
 @dataclass(frozen=True, slots=True)

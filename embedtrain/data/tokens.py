@@ -177,6 +177,7 @@ class Layout:
         second_type: the token type of tokens flagged SECOND_SEGMENT; 0: the model has no token types.
         has_skip_list: whether texts of the model have a list of tokens without vectors.
         reads_pictures: whether items may have pictures, which are slots among the tokens until a chunk is made.
+        joins_pictures: whether an item may have a text beside a picture.
         num_towers: of the encoder; a text of each role has one.
         num_pair_tokens: tokens of a pair besides those of its texts; None: texts are encoded alone.
         dummy: what a rank encodes that has fewer chunks than others.
@@ -196,6 +197,7 @@ class Layout:
     has_row_ids: ClassVar[bool] = False
     has_skip_list: ClassVar[bool] = False
     reads_pictures: ClassVar[bool] = False
+    joins_pictures: ClassVar[bool] = False
     num_towers: ClassVar[int] = 1
     second_type = 0
     num_pair_tokens: int | None = None

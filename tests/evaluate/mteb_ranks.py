@@ -76,7 +76,7 @@ def run_pages(world, directory, folder, copies, kind="dense", picture_bytes=1 <<
 
         tasks = [page_tasks.page_task(name, path) for name, path in copies.items()]
     with world.fail_together("comparing"):
-        check_tasks(tasks, model.source, reads_pictures=model.tokenizer.layout.reads_pictures)
+        check_tasks(tasks, model.tokenizer.layout)
     evaluated = EvaluatedModel(encoder, model.source, str(directory), identity)
     with mock.patch.object(mteb_client, "_PICTURE_BYTES_PER_COMMAND", picture_bytes):
         results = run_tasks(tasks, evaluated, Console(enabled=False), Path(folder))

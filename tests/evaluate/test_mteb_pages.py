@@ -7,8 +7,8 @@ import mteb
 import numpy as np
 import pytest
 import pytrec_eval
-from mteb.models.sentence_transformer_wrapper import SentenceTransformerEncoderWrapper
-from sentence_transformers import SentenceTransformer
+from mteb.models.sentence_transformer_wrapper import MultiVectorWrapper, SentenceTransformerEncoderWrapper
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.recipe import Precision
@@ -20,6 +20,7 @@ from tests.evaluate.mteb_ranks import refused, run_pages, vectors_of_pages
 from tests.evaluate.page_tasks import COPIES, LANGUAGES, NUM_PAGES, judgements, page, page_task, queries
 from tests.evaluate.test_mteb_client import assert_same, scores
 from tests.image_text.models import save_image_text
+from tests.late_vision_models import TRANSFORMERS, save_late_model
 from tests.small import model_options, save_guide, small_model
 from tests.vision_language.models import save_vision_model
 
@@ -48,9 +49,12 @@ def read_results(folder: Path) -> dict:
     return {file["task_name"]: {split: scores(rows) for split, rows in file["scores"].items()} for file in files}
 
 
-def expected(directory: Path, copies: dict[str, Path], modalities: tuple[str, ...] = ("text", "image")) -> dict:
-    model = SentenceTransformer(str(directory), device="cpu")
-    wrapper = SentenceTransformerEncoderWrapper(model)
+_ONE_VECTOR = (SentenceTransformer, SentenceTransformerEncoderWrapper)
+
+
+def expected(directory: Path, copies: dict[str, Path], modalities=("text", "image"), of=_ONE_VECTOR) -> dict:
+    model_class, wrapper_class = of
+    wrapper = wrapper_class(model_class(str(directory), device="cpu"))
     wrapper.mteb_model_meta = wrapper.mteb_model_meta.model_copy(update={"modalities": list(modalities)})
     results = {}
     for name, path in copies.items():
@@ -112,6 +116,24 @@ def test_the_same_floats_on_any_number_of_ranks(ranks, models, copies, tmp_path)
 
 
 @pytest.mark.slow
+def test_late_interaction_over_pages(ranks, copies, tmp_path):
+    """ColQwen2, as sentence-transformers encodes and compares its vectors, on any number of ranks."""
+    directory = save_late_model(TRANSFORMERS, "qwen2_vl", tmp_path)
+    copies = only(copies, "Vidore3FinanceEnRetrieval")
+    answers = [
+        answer
+        for size in (1, 2, 3)
+        for answer in ranks(size, run_pages, directory, tmp_path / str(size), copies, "late_interaction", 9000)
+    ]
+    assert all(answer == answers[0] for answer in answers)
+    assert not answers[0][1]
+    reference = expected(directory, copies, of=(MultiVectorEncoder, MultiVectorWrapper))
+    assert_same(read_results(tmp_path / "2"), reference)
+    scored = reference["Vidore3FinanceEnRetrieval"]["test"]["french"]["ndcg_at_10"]
+    assert 0.1 < scored < 0.9, "a score that says nothing"
+
+
+@pytest.mark.slow
 def test_pages_with_their_text(ranks, models, copies, tmp_path):
     """A vision-language model reads both as one item, in the order of the columns; a model of texts reads the text."""
     copies = only(copies, "Vidore3FinanceEnRetrieval.v2")
@@ -130,7 +152,12 @@ def test_items_that_a_model_does_not_read(ranks, models, copies, tmp_path):
     texts = save_guide(small_model("bert"), tmp_path / "texts")
     for directory, kind, name, words in (
         (texts, "dense", "Vidore3FinanceEnRetrieval", "pictures alone, and the model reads texts alone"),
-        (models / "clip", "image_text", "Vidore3FinanceEnRetrieval.v2", "; a vision-language model takes both"),
+        (
+            models / "clip",
+            "image_text",
+            "Vidore3FinanceEnRetrieval.v2",
+            "has the pages of ViDoRe(v3.1) without their texts",
+        ),
     ):
         for message in ranks(2, refused, directory, tmp_path / "out", only(copies, name), kind):
             assert f"mteb: {name} " in message

@@ -325,7 +325,7 @@ def _open_encoder(
 
     check_sets_of_kind(inputs.sets, model.source.kind, "sets")
     with world.fail_together("comparing the tasks of mteb with the model"):
-        check_tasks(inputs.tasks, model.source, reads_pictures=model.tokenizer.layout.reads_pictures)
+        check_tasks(inputs.tasks, model.tokenizer.layout)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
     directory = options.vectors_dir
     identity = _identity(options, model, world) if directory or options.mteb else {}

@@ -26,6 +26,7 @@ from torch import Tensor
 from embedtrain.config.evaluation import IndexConfig, SetKind, VectorPlacement
 from embedtrain.data.images.files import PICTURES, BadPicture, Place, header_of, pillow, read_bytes
 from embedtrain.data.images.item import Picture, join_parts, pictures_of
+from embedtrain.data.tokens import Layout
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, DataError, FailedElsewhere, ModelError
@@ -556,18 +557,18 @@ def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> l
     return list({(t.metadata.name, tuple(t.hf_subsets), tuple(t.eval_splits)): t for t in tasks}.values())
 
 
-def check_tasks(tasks: Sequence[Any], source: ModelSource, *, reads_pictures: bool) -> None:
+def check_tasks(tasks: Sequence[Any], layout: Layout) -> None:
     """Raise a ConfigError for a task with items that the model does not read."""
     for task in tasks:
         for side in _sides(task):
-            if not reads_pictures and "text" not in side:
+            if not layout.reads_pictures and "text" not in side:
                 raise ConfigError(
                     f"mteb: {task.metadata.name} has items that are pictures alone, and the model reads texts alone"
                 )
-            if reads_pictures and len(side) > 1 and not source.kind.has_one_tower:
+            if layout.reads_pictures and len(side) > 1 and not layout.joins_pictures:
                 raise ConfigError(
-                    f"mteb: {task.metadata.name} has items of a text and a picture, and the model of "
-                    f"kind={source.kind.name} takes one or the other; a vision-language model takes both"
+                    f"mteb: {task.metadata.name} has items of a text and a picture, and an item of this model is one "
+                    "or the other; ViDoRe(v3) has the pages of ViDoRe(v3.1) without their texts"
                 )
 
 

@@ -77,6 +77,7 @@ class VisionLayout(PictureLayout):
     """
 
     roles_differ: ClassVar[bool] = False
+    joins_pictures: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -256,6 +256,7 @@ class PageLayout(VisionLayout):
 
     roles_differ: ClassVar[bool] = True
     has_token_rows: ClassVar[bool] = True
+    joins_pictures: ClassVar[bool] = False
 
     def __init__(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer, *layout_parts(source, tokenizer))

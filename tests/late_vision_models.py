@@ -69,6 +69,7 @@ def _save_of_transformers(architecture: str, base: Path, directory: Path, dimens
     processor_class, image_processor = getattr(transformers, name + "Processor"), AutoImageProcessor
     tokenizer = AutoTokenizer.from_pretrained(base)
     processor_class(image_processor.from_pretrained(base), tokenizer, **options).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(base).save_pretrained(directory)  # ColPali's adds tokens that real vocabularies have
     return directory
 
 

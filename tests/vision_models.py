@@ -196,14 +196,21 @@ def class_hidden(architecture: str, model: PreTrainedModel, item: Item) -> Tenso
 
 def class_features(architecture: str, encoder: Encoder, chunk: Chunk) -> Tensor:
     """The last hidden state [H] of the item of a packed chunk, by the encoder's class as transformers calls it."""
+    return class_states(architecture, encoder, chunk)[-1]
+
+
+def class_states(architecture: str, encoder: Encoder, chunk: Chunk, image: int = IMAGE) -> Tensor:
+    """All hidden states [L, H] of the item of a packed chunk; `image` is the token of pictures."""
     assert encoder.vision is not None
     inputs: dict[str, Any] = {}
     if chunk.pictures is not None:
         pixels = encoder.vision.to_pixels(chunk.decoded).to(encoder.backbone.dtype)
         if architecture in QWEN:
-            is_image = (chunk.ids == IMAGE).long()
+            is_image = (chunk.ids == image).long()
             inputs = {"pixel_values": pixels, "image_grid_thw": chunk.pictures.inputs["grid_thw"]}
             inputs["mm_token_type_ids"] = is_image
+            if not encoder.vision.has_axes:
+                inputs["position_ids"] = torch.arange(chunk.ids.shape[1]).expand(3, 1, -1)
         else:
             inputs["pixel_values"] = pixels if architecture == "paligemma" else pixels[None]
     backbone = encoder.backbone
@@ -216,4 +223,4 @@ def class_features(architecture: str, encoder: Encoder, chunk: Chunk) -> Tensor:
     if architecture == "qwen3_vl":  # the class's own way of adding rows
         language: Any = encoder.token_model
         vars(language).pop("_deepstack_process", None)
-    return backbone(input_ids=chunk.ids, attention_mask=torch.ones_like(chunk.ids), **inputs).last_hidden_state[0, -1]  # type: ignore[no-any-return]
+    return backbone(input_ids=chunk.ids, attention_mask=torch.ones_like(chunk.ids), **inputs).last_hidden_state[0]  # type: ignore[no-any-return]

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.kinds import kind_of_files
 from embedtrain.config.losses import Implementation, InfoNCEConfig
 from embedtrain.config.recipe import Strategy
+from embedtrain.data.images.files import PICTURES, Place, read_picture
 from embedtrain.data.rows import Documents, Example
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk, GlobalBatch, TextRole, Tokens
@@ -32,11 +35,13 @@ from embedtrain.models.packing import enable_packing
 from embedtrain.models.types import ModelSource
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
+from tests.commands import call
 from tests.image_text.models import picture_item, row_value
 from tests.late_vision_models import CASES, ENGINE, TRANSFORMERS, late_oracle, save_late_model
 from tests.marks import slow_but
 from tests.runs import run_without_base
 from tests.small import model_options, parallel, text, tokenised
+from tests.vision_language.models import save_vision_model
 from tests.vision_models import class_states
 
 QUICK = slow_but({(TRANSFORMERS, "qwen2_vl"), (ENGINE, "qwen3_vl"), (ENGINE, "paligemma"), (ENGINE, "idefics3")}, CASES)
@@ -122,6 +127,15 @@ def test_pages_of_pictures_alone(tmp_path, late_model):
     assert torch.equal(rows[1][0], rows[0][0][is_picture])
     assert torch.equal(rows[1][1], rows[0][1])
     assert torch.equal(rows[1][2], rows[0][2])
+
+
+def test_items_have_at_most_the_tokens_of_the_largest_page(tmp_path, late_model):
+    _, tokenizer = opened(late_model(ENGINE, "idefics3"))
+    path = tmp_path / "large.png"
+    Image.new("RGB", (900, 900)).save(path)
+    picture = read_picture(Place(str(path)))
+    PICTURES.add(picture, Place(str(path)))
+    assert tokenizer.layout.num_vectors(tokenizer.tokens([str(picture)])) == tokenizer.max_length
 
 
 def test_refused(tmp_path, late_model):
@@ -264,6 +278,49 @@ def train(world: World, folder: Path, *arguments: str) -> None:
     run_without_base(world, *arguments)
 
 
+def run_options(rows: Path, directory: Path, output_dir: Path, *more: str) -> list[str]:
+    return [
+        "name=t", "model.kind=late_interaction", "train.global_batch_size=8", "train.log_every=1", "train.steps=2",
+        "train.chunk_tokens=300", "optim.lr=1e-3", "loss.temperature=1.0", "parallel.precision=fp32",
+        "parallel.compile=false", "checkpoint.every=2", "evaluation.at_start=false", "model.query_prompt=Find it.",
+        f"model.path={directory}", f"data.train=[{rows / 'train.jsonl'}]", f"evaluation.sets=[{rows / 'dev.jsonl'}]",
+        f"output_dir={output_dir}", *more,
+    ]  # fmt: skip
+
+
+def require_vectors_of_class(writer: str, directory: Path, rows: Path) -> None:
+    """A page and a query have the vectors of the library's class."""
+    source, tokenizer = opened(directory)
+    encoder, oracle, page = loaded(source), late_oracle(writer, directory), picture_item(rows, 1)
+    for role, item, given in ((TextRole.document, page, open_parts(page)[0]), (TextRole.query, "alpha", "alpha")):
+        with torch.no_grad():
+            vectors = encoder(tokenizer.chunk(tokenizer.tokens([item], role=role), [0]))[0]
+        torch.testing.assert_close(vectors, oracle.vectors(role.value, given), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_new_projection_with_adapters(ranks, tmp_path, rows):
+    """A vision-language model becomes one of a library's class; adapters and the projection are trained."""
+    base = save_vision_model("qwen2_5_vl", tmp_path)
+    more = ["model.lora={rank: 2, targets: all-linear}", "model.image.frozen=true"]
+    ranks(2, train, rows, *run_options(rows, base, tmp_path / "run", *more), timeout=280)
+    exported = tmp_path / "run/model"
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["ColQwen2ForRetrieval"]
+    stored, before = load_file(exported / "model.safetensors"), load_file(base / "model.safetensors")
+    changed = {
+        key
+        for key, tensor in stored.items()
+        for old in before
+        if key.endswith(old) and not torch.equal(tensor, before[old])
+    }
+    assert changed
+    assert not any("vis" in key for key in changed)
+    require_vectors_of_class(TRANSFORMERS, exported, rows)
+    call("export", f"run={tmp_path / 'run'}", f"output_dir={tmp_path / 'exported'}")
+    again = load_file(tmp_path / "exported/model.safetensors")
+    assert all(torch.equal(again[key], tensor) for key, tensor in stored.items())
+
+
 EXPORTED = slow_but({(TRANSFORMERS, "qwen2_vl")}, [case for case in CASES if case[0] == TRANSFORMERS])
 
 
@@ -271,14 +328,7 @@ EXPORTED = slow_but({(TRANSFORMERS, "qwen2_vl")}, [case for case in CASES if cas
 def test_trained_and_exported_as_it_was_read(ranks, tmp_path, late_model, rows, case):
     """The export is opened by the classes of its library, with the vectors that training saw, and trains further."""
     directory = late_model(*case)
-    options = [
-        "name=t", "model.kind=late_interaction", "train.global_batch_size=8", "train.log_every=1", "train.steps=2",
-        "train.chunk_tokens=300", "optim.lr=1e-3", "loss.temperature=1.0", "parallel.precision=fp32",
-        "parallel.compile=false", "checkpoint.every=2", "evaluation.at_start=false", "model.query_prompt=Find it.",
-        f"model.path={directory}", f"data.train=[{rows / 'train.jsonl'}]", f"evaluation.sets=[{rows / 'dev.jsonl'}]",
-        f"output_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    ranks(1, train, rows, *options)
+    ranks(1, train, rows, *run_options(rows, directory, tmp_path / "run"))
     exported = tmp_path / "run/model"
     files = {"config.json": ("architectures", "model_type", "embedding_dim")}
     files["processor_config.json"] = ("query_prefix", "visual_prompt_prefix", "processor_class")

@@ -43,13 +43,16 @@ from embedtrain.formats.sentence_transformers import (
 from embedtrain.formats.source import StoredModel, adapted_config, require_own_transformer
 from embedtrain.formats.transformers import check_config, read_tokenizer
 from embedtrain.kinds.dense.model import VisionLayout
-from embedtrain.kinds.dense.vision import VisionSettings, layout_parts, picture_token, read_processing
+from embedtrain.kinds.dense.vision import VisionSettings, layout_parts, picture_ids, picture_token, read_processing
 from embedtrain.kinds.late_interaction.options import LateInteractionOptions, check_pages
 from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import hidden_size
 from embedtrain.models.file_references import read_json
+from embedtrain.models.rope import num_positions
 from embedtrain.models.stored_weights import TensorLocation, stored_shape, stored_tensors
 from embedtrain.models.types import DenseSource, ModelSource, Tokenization, VectorSettings
+
+_LARGE = 8192  # pixels of a side, or tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +91,17 @@ def read_pages(kind: Kind, directory: Path, model: LateInteractionOptions) -> Mo
             f"model.page_library={written(model.page_library)}: {directory} is {describe(writer)}, whose vectors are "
             "others; leave it out"
         )
-    config = check_config(backbone_config(adapted_config(transformer, model), writer, transformer), str(transformer))
-    dense = _projection(transformer, writer, hidden_size(config))
+    outer = adapted_config(transformer, model)
+    config = check_config(backbone_config(outer, writer, transformer), str(transformer))
+    dense = _projection(transformer, writer, hidden_size(config), getattr(outer, "embedding_dim", writer.dimension))
     if model.dimension not in (None, dense.num_out):
         raise ConfigError(
             f"model.dimension={model.dimension}: the projection in {transformer} has {dense.num_out} dimensions; "
             "leave it out"
         )
-    settings = _settings(transformer, config, writer, model)
+    settings, max_length = _settings(transformer, config, writer, model), None
     if modules is not None:
-        kept = modules.kept_tokens
+        kept, max_length = modules.kept_tokens, modules.max_length
         if kept and list(kept) != [config.image_token_id]:
             raise ModelError(
                 f"{directory}: keep_only_token_ids={list(kept)!r:.100} is not the token of pictures alone, "
@@ -111,9 +115,7 @@ def read_pages(kind: Kind, directory: Path, model: LateInteractionOptions) -> Mo
         directory=transformer,
         config=config,
         vectors=VectorSettings(dense=(dense,)),
-        tokenization=Tokenization(
-            max_length=None if modules is None else modules.max_length, is_sentence_transformers=True
-        ),
+        tokenization=_tokenization(settings, config, transformer, model, max_length),
         prompts={"query": "", "document": ""} if modules is None else modules.prompts,
         trust_remote_code=model.trust_remote_code,
     )
@@ -173,11 +175,12 @@ def new_pages(source: ModelSource, files: StoredModel, model: LateInteractionOpt
     new = DenseSource(
         directory=None, num_in=hidden_size(source.config), num_out=dimension, bias=True, activation=IDENTITY
     )
+    settings = replace(_settings(files.directory, source.config, writer, model), is_new=True)
     return replace(
         source,
-        settings=replace(_settings(files.directory, source.config, writer, model), is_new=True),
+        settings=settings,
         vectors=VectorSettings(dense=(new,)),
-        tokenization=Tokenization(is_sentence_transformers=True),
+        tokenization=_tokenization(settings, source.config, files.directory, model, None),
         prompts={"query": "", "document": ""},  # of a model of one vector, with a chat template
     )
 
@@ -215,9 +218,44 @@ def _settings(
     )
 
 
-def _projection(directory: Path, writer: PageWriter, size: int) -> DenseSource:
-    """The projection among the weights of a directory; a ModelError if there is none that fits."""
+def _tokenization(
+    settings: PageVectors,
+    config: PretrainedConfig,
+    directory: Path,
+    model: LateInteractionOptions,
+    max_length: int | None,
+) -> Tokenization:
+    """Items have at most the tokens of the largest page, unless the files say otherwise."""
+    if max_length is None:
+        tokenizer = read_tokenizer(directory, trust_remote_code=model.trust_remote_code)
+        processing, template = settings.vision.processing, settings.texts.page
+        # The grid of a large square has the most markup.
+        grid = processing.grid(_LARGE, _LARGE)
+        markup = len(picture_ids(tokenizer, config, processing, template, *grid)) - processing.num_tokens(
+            _LARGE, _LARGE
+        )
+        around = len(tokenizer(f"{template.starts[0]}{template.end}")["input_ids"])
+        positions = num_positions(config.get_text_config())
+        max_length = min(processing.most_tokens + markup + around, positions or _LARGE)
+    return Tokenization(max_length=max_length, is_sentence_transformers=True)
+
+
+def _projection(directory: Path, writer: PageWriter, size: int, dimension: int) -> DenseSource:
+    """The projection among the weights of a directory; a ModelError if there is none that fits.
+
+    A directory of an architecture has no weights yet.
+    """
     stored = stored_tensors(directory)
+    inline = DenseSource(
+        directory=directory,
+        num_in=size,
+        num_out=dimension,
+        bias=True,
+        activation=IDENTITY,
+        inline=writer.projection,
+    )
+    if not stored:
+        return inline
     key = projection_key(stored, writer)
     if key is None or f"{key}.bias" not in stored:
         raise ModelError(
@@ -226,7 +264,7 @@ def _projection(directory: Path, writer: PageWriter, size: int) -> DenseSource:
     num_out, *others = stored_shape(stored[f"{key}.weight"])
     if others != [size]:
         raise ModelError(f"{directory}: {key}.weight has the shape {[num_out, *others]}, not [dimensions, {size}]")
-    return DenseSource(directory=directory, num_in=size, num_out=num_out, bias=True, activation=IDENTITY, inline=key)
+    return replace(inline, num_out=num_out, inline=key)
 
 
 def locate_pages(source: ModelSource, names: Sequence[str]) -> dict[str, TensorLocation]:

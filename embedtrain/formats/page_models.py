@@ -30,6 +30,7 @@ _ENDS_UTTERANCE, _ENDS_TEXT = "<end_of_utterance>", "<|endoftext|>"
 _WRAPPERS = ("base_model.model.", "vlm.", "model.")
 _OLD_NAMES = (
     ("language_model.model.", "language_model."),
+    ("vision_tower.vision_model.", "vision_tower."),
     ("layers.", "language_model.layers."),
     ("embed_tokens.", "language_model.embed_tokens."),
     ("norm.", "language_model.norm."),

@@ -23,6 +23,7 @@ from embedtrain.distributed import sharding
 from embedtrain.distributed.sharding import ParallelLayout, copy_local_rows, shard_encoder, warm_up
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, ModelError
+from embedtrain.formats.page_models import backbone_keys
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.transformers import load_tokenizer, resolve_max_length
 from embedtrain.kinds.dense.vision import open_parts
@@ -127,6 +128,22 @@ def test_pages_of_pictures_alone(tmp_path, late_model):
     assert torch.equal(rows[1][0], rows[0][0][is_picture])
     assert torch.equal(rows[1][1], rows[0][1])
     assert torch.equal(rows[1][2], rows[0][2])
+
+
+def test_names_of_weights_of_older_files():
+    """As models were published for transformers 4 and colpali-engine 0.2 and 0.3."""
+    stored = {
+        "vlm.model.visual.patch_embed.proj.weight": "visual.patch_embed.proj.weight",
+        "vlm.model.language_model.norm.weight": "language_model.norm.weight",
+        "vlm.vision_tower.vision_model.embeddings.position_embedding.weight":
+            "vision_tower.embeddings.position_embedding.weight",
+        "model.language_model.model.layers.0.mlp.up_proj.weight": "language_model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.up_proj.weight": "language_model.layers.1.mlp.up_proj.weight",
+        "model.embed_tokens.weight": "language_model.embed_tokens.weight",
+        "base_model.model.model.text_model.layers.0.attn.Wo.weight": "text_model.layers.0.attn.Wo.weight",
+    }  # fmt: skip
+    more = ["vlm.lm_head.weight", "custom_text_proj.weight", "model.norm_of_others.weight"]
+    assert backbone_keys([*stored, *more], stored.values()) == {name: key for key, name in stored.items()}
 
 
 def test_items_have_at_most_the_tokens_of_the_largest_page(tmp_path, late_model):

@@ -1,9 +1,11 @@
 """Late interaction over pages: directories of both libraries, opened, encoded as their classes do, and refused."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,8 @@ from tests.commands import call
 from tests.image_text.models import picture_item, row_value
 from tests.late_vision_models import CASES, ENGINE, TRANSFORMERS, late_oracle, save_late_model
 from tests.marks import slow_but
+from tests.mine.reference import mine_reference
+from tests.mine.runs import mine
 from tests.runs import run_without_base
 from tests.small import model_options, parallel, text, tokenised
 from tests.vision_language.models import save_vision_model
@@ -293,6 +297,55 @@ def train(world: World, folder: Path, *arguments: str) -> None:
     for path in folder.glob("picture_*.png"):
         picture_item(folder, int(path.stem.removeprefix("picture_")))
     run_without_base(world, *arguments)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_mined_pages_are_those_of_the_class(ranks, tmp_path, late_model, rows, size):
+    """The negatives of the definition, with scores of the library's class in float64."""
+    directory = late_model(TRANSFORMERS, "qwen2_vl")
+    oracle, vectors = late_oracle(TRANSFORMERS, directory), dict[str, torch.Tensor]()
+
+    def of(role: str, item: str) -> torch.Tensor:
+        if item not in vectors:
+            vectors[item] = oracle.vectors(role, open_parts(item)[0]).double()
+        return vectors[item]
+
+    def score(query: str, documents: Sequence[str]) -> np.ndarray:
+        return np.array([(of("query", query) @ of("document", page).T).amax(1).sum().item() for page in documents])
+
+    pages = {
+        f"images/{read_picture(Place(str(path))).key:016x}.png": str(read_picture(Place(str(path))))
+        for path in rows.glob("picture_*.png")
+    }
+    for path in rows.glob("picture_*.png"):
+        picture_item(rows, int(path.stem.removeprefix("picture_")))
+    given = [json.loads(line) for line in (rows / "train.jsonl").read_text().splitlines()]
+    as_items = [
+        {"query": row["query"]}
+        | {
+            name: [picture_item(rows, int(Path(page["image"]).stem.removeprefix("picture_"))) for page in row[name]]
+            for name in ("pos", "neg")
+        }
+        for row in given
+    ]
+    [expected] = mine_reference([as_items], [], score, negatives=4, rank_max=12, rank_min=1)
+    ranks(
+        size,
+        mine,
+        [
+            f"model={directory}",
+            f"data=[{rows / 'train.jsonl'}]",
+            f"output_dir={tmp_path / 'mined'}",
+            "negatives=4",
+            "rank_max=12",
+            "rank_min=1",
+            "relative_margin=null",
+        ],
+    )
+    mined = [json.loads(line) for line in (tmp_path / "mined/train.jsonl").read_text().splitlines()]
+    for row, (negatives, scores, _) in zip(mined, expected, strict=True):
+        assert [pages[page["image"]] for page in row["neg"]] == negatives
+        assert row["neg_scores"] == pytest.approx(scores, abs=1e-4)
 
 
 def run_options(rows: Path, directory: Path, output_dir: Path, *more: str) -> list[str]:

@@ -136,6 +136,7 @@ def test_search_compares_by_another_similarity_if_it_is_set(directories, tmp_pat
     assert_found(directories["cosine"], corpus, QUERIES["q3"], scores, "similarity=dot")
 
 
+@pytest.mark.slow  # tests/verify runs the same engine with other deviations
 def test_verify_compares_the_similarity_of_sentence_transformers(directories):
     with joined_world() as world:
         probe = probe_model(CommandModel(path=str(directories["manhattan"])), world)

@@ -164,7 +164,9 @@ def test_refused(tmp_path, late_model):
     _, tokenizer = opened(directory)
     page = picture_item(tmp_path, 1)
     for item, says in ((f"{page}text", "beside texts"), (page + page, "beside others")):
-        with pytest.raises(DataError, match=f"a picture {says}, and ColQwen2ForRetrieval reads a text or one page"):
+        with pytest.raises(
+            DataError, match=rf"picture_1\.png: stands {says} in one item, and ColQwen2ForRetrieval reads a text or one"
+        ):
             tokenizer.tokens([item])
     cases = {
         "query_expansion": ("min", "model.query_expansion=min: is not for a model over pages"),

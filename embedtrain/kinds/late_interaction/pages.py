@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from embedtrain.config.kind_settings import PageLibrary, TokenVectors
 from embedtrain.config.kinds import Kind
 from embedtrain.config.validation import written
+from embedtrain.data.images.files import PICTURES
 from embedtrain.data.images.item import Picture
 from embedtrain.data.images.settings import PROCESSOR_FILE
 from embedtrain.data.types import NO_VECTOR, PICTURE, TextRole, Tokens
@@ -318,8 +319,10 @@ class PageLayout(VisionLayout):
             return (texts.query if role is TextRole.query else texts.document).around(prompt, parts)
         if len(parts) > 1 or prompt:
             has = "a prompt" if prompt else "texts" if any(isinstance(part, str) for part in parts) else "others"
+            first = next(part for part in parts if isinstance(part, Picture))
             raise DataError(
-                f"an item has a picture beside {has}, and {self.settings.writer.model_class} reads a text or one page"
+                f"{PICTURES.place(first)}: stands beside {has} in one item, and {self.settings.writer.model_class} "
+                "reads a text or one page"
             )
         return texts.page.around("", parts)
 

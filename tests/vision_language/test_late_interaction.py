@@ -117,7 +117,9 @@ def test_vectors_are_those_of_the_class(tmp_path, late_model, case):
 
 def test_pages_of_pictures_alone(tmp_path, late_model):
     """Only rows of a page's picture have vectors, the same as among all; queries and texts keep theirs."""
-    directory = late_model(ENGINE, "idefics3")
+    directory = late_model(TRANSFORMERS, "modernvbert")
+    with pytest.raises(ConfigError, match="only_picture_vectors=true: colpali-engine has an argument for it"):
+        opened(late_model(ENGINE, "qwen3_vl"), only_picture_vectors=True)
     page = picture_item(tmp_path, 1)
     rows = []
     for only in (False, True):

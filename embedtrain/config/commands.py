@@ -262,7 +262,8 @@ COMMANDS = {
             computes=False,
             resumes=True,
             output="output_dir",
-            outputs={DATA: "pages.jsonl"},
+            folder="pages",
+            outputs={DATA: "pages/pages.jsonl"},
         ),
         _builtin(
             "plan",

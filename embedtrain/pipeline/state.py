@@ -60,11 +60,12 @@ def digest_of(options: dict[str, Any], inputs: dict[str, str | None]) -> str:
     return checksum_of([{name: value for name, value in options.items() if name not in inputs}, inputs])
 
 
-def output_checksums(pattern: Path) -> Checksums:
-    """Checksums of the files of a result: those of a directory or of a pattern, by path below its folder."""
+def output_checksums(directory: Path, below: str) -> Checksums:
+    """Checksums of the files of a result: those of a directory or of a pattern, by path below that of the stage."""
+    pattern = directory / below
     files: dict[str, tuple[int, list[str]]] = {}
     for path in sorted(glob.glob(str(pattern))) if glob.has_magic(str(pattern)) else [str(pattern)]:
-        files |= Checksums.of(Path(path)).below(Path(path).name)
+        files |= Checksums.of(Path(path)).below(os.path.relpath(path, directory))
     return Checksums(files)
 
 
@@ -208,7 +209,7 @@ class PipelineState:
         describe(record)
         outputs = {}
         for below in filter(None, stage.command.outputs.values()):
-            checksums = output_checksums(stage.directory / below)
+            checksums = output_checksums(stage.directory, below)
             outputs[below] = {"digest": content_digest(checksums), "files": checksums.files}
         record = replace(record, outputs=outputs)
         self.write(stage, record)

@@ -123,6 +123,16 @@ def test_documents_by_id(tmp_path: Path) -> None:
     assert {row["pos"][0].split()[1] for row in train} == {row["query"][1:] for row in train}
 
 
+def test_all_documents_of_a_corpus(tmp_path: Path) -> None:
+    """Those that no row names are searched as well, and equal ones are one document."""
+    write(tmp_path / "corpus.jsonl", *({"_id": f"d{i}", "text": f"text {min(i, 28)}"} for i in range(30)))
+    refs = [{"query": f"q{i}", "positive_document_ids": [f"d{i}"]} for i in range(20)]
+    path = write(tmp_path / "rows.jsonl", *refs)
+    train, data = split(path, tmp_path / "out", 4, DevCorpus.all, documents=str(tmp_path / "corpus.jsonl"))
+    assert len(train) == 16
+    assert sorted(data.documents.texts) == sorted(f"text {i}" for i in range(29))
+
+
 def test_rows_that_all_share_a_text(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *({"query": f"q{i}", "pos": ["p" if i < 8 else f"p{i}"]} for i in range(10)))
     assert len(split(path, tmp_path / "out", 2)[0]) == 8

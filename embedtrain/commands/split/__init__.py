@@ -37,7 +37,10 @@ qrels) for evaluation.sets.
 
 
 class DevCorpus(str, Enum):
-    """The documents of the held-out set: those of its rows that no training row contains, or those of all rows."""
+    """The documents of the held-out set: those of its rows that no training row contains, or those of all rows.
+
+    `all` has those of a corpus to whose documents the rows refer by id as well.
+    """
 
     held_out = "held_out"
     all = "all"

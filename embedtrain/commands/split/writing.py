@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import itertools
 import json
 from array import array
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.rows import Example, format_row
 from embedtrain.data.sources.files import file_changed_error
-from embedtrain.data.sources.layouts import TEXTS_ONLY, DocumentLookup, FlagEmbedding, RowLayout
+from embedtrain.data.sources.layouts import TEXTS_ONLY, FlagEmbedding, RowLayout
 from embedtrain.data.sources.part_reader import PartPiece
 from embedtrain.data.sources.pictures import written_item
 from embedtrain.data.sources.reader import SourceReader
@@ -30,6 +31,9 @@ from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.utils.files import atomic_write
 from embedtrain.utils.formatting import format_count
+
+if TYPE_CHECKING:
+    from embedtrain.data.cache.document_store import MappedCorpus
 
 
 def equality_key(text: str) -> int:
@@ -169,7 +173,7 @@ class SplitSource:
     name: str
     reader: SourceReader
     layout: RowLayout
-    documents: DocumentLookup | None = None
+    documents: "MappedCorpus | None" = None
     problems: list[str] = field(default_factory=list)  # of rows that were skipped
     num_rows: int = 0
 
@@ -214,7 +218,7 @@ def _open(source: TrainSource, name: str, on_error: OnError, cache_dir: str | No
     return SplitSource(source, name, reader, layout, documents)
 
 
-def _read_documents(reader: SourceReader, on_error: OnError, cache_dir: str | None) -> DocumentLookup:
+def _read_documents(reader: SourceReader, on_error: OnError, cache_dir: str | None) -> "MappedCorpus":
     """The corpus that rows refer to by id, in the cache."""
     from embedtrain.data.cache.cache import Cache, build, cache_directory  # imports torch
     from embedtrain.data.cache.document_store import MappedCorpus, documents_build
@@ -306,14 +310,17 @@ def write_split(
     *,
     all_documents: bool,
 ) -> SplitCounts:
-    """Write all files, or none. `all_documents` adds those of training rows to the held-out set.
+    """Write all files, or none. `all_documents` adds those of training rows, and of their corpora, to the held-out set.
 
     Raises DataError if a file has changed since its keys were computed.
     """
     counts = SplitCounts()
     with ExitStack() as stack:
         corpus_file, queries, judgements = (stack.enter_context(_new_file(output_dir / name)) for name in DEV_FILES)
-        document_keys = np.unique(np.frombuffer(keys.positives + keys.negatives, dtype=np.int64))
+        corpora = [source.documents.unique()[1] for source in sources if all_documents and source.documents is not None]
+        of_corpora = map(equality_key, itertools.chain.from_iterable(corpora))
+        of_rows = np.frombuffer(keys.positives + keys.negatives, dtype=np.int64)
+        document_keys = _unique(of_rows, np.fromiter(of_corpora, dtype=np.int64))
         dev = _DevSet(corpus_file, document_keys, (output_dir / DEV_FILES[0]).parent)
         number = 0
         for source, name in zip(sources, names, strict=True):
@@ -338,6 +345,8 @@ def write_split(
                 number += 1
         if number != len(split.query_keys):
             raise file_changed_error(sources[-1].source.path)
+        for text in itertools.chain.from_iterable(corpora):
+            dev.add_document(text)
         counts.num_relevant = dev.write_queries(queries, judgements)
         counts.num_documents = dev.num_documents
     return counts

@@ -47,6 +47,7 @@ _ENGINE_PAGES = dict.fromkeys(QWEN, _QWEN_PAGE) | {
 }  # fmt: skip
 _NUM_AUGMENTED = 10
 _TILE_TOKENS = 4
+_PROJECTION = ("custom_text_proj.weight", "custom_text_proj.bias")
 
 
 def save_late_model(writer: str, architecture: str, folder: Path, *, dimension: int | None = None) -> Path:
@@ -59,10 +60,10 @@ def save_late_model(writer: str, architecture: str, folder: Path, *, dimension: 
 
 
 def _save_of_transformers(architecture: str, base: Path, directory: Path, dimension: int) -> Path:
-    name = TRANSFORMERS_CLASSES[architecture]
-    config = getattr(transformers, name + "Config")(
-        vlm_config=AutoConfig.from_pretrained(base), embedding_dim=dimension
-    )
+    name, backbone = TRANSFORMERS_CLASSES[architecture], AutoConfig.from_pretrained(base)
+    if architecture == "paligemma":
+        backbone.text_config.vocab_size = 1536  # its processor adds more than a thousand tokens
+    config = getattr(transformers, name + "Config")(vlm_config=backbone, embedding_dim=dimension)
     torch.manual_seed(1)
     randomise(getattr(transformers, name + "ForRetrieval")(config)).save_pretrained(directory)
     options = {"image_seq_len": _TILE_TOKENS} if architecture == "modernvbert" else {}
@@ -134,7 +135,7 @@ def save_late_adapter(architecture: str, directory: Path, folder: Path, *, rank:
     settings = {
         "peft_type": "LORA", "task_type": "FEATURE_EXTRACTION", "r": rank, "lora_alpha": 2 * rank, "bias": "none",
         "base_model_name_or_path": str(directory),
-        "target_modules": f"(.*(model)(?!.*visual)(?!.*vision).*({layers}).*$|.*({linear}).*$)",
+        "target_modules": f"(.*(model)(?!.*(visual|vision)).*({layers}).*$|.*({linear}).*$)",
     }  # fmt: skip
     (files / "adapter_config.json").write_text(json.dumps(settings))
     for path in directory.iterdir():
@@ -218,11 +219,24 @@ def _oracle_of_engine(directory: Path) -> LateOracle:
 
 
 def _engine_weights(architecture: str, directory: Path) -> tuple[PreTrainedModel, Sequence[Tensor]]:
+    """Those that the package writes, or with the names of its class, which it reads as well."""
     stored = load_file(directory / "model.safetensors")
     model = AutoModel.from_config(AutoConfig.from_pretrained(directory)).eval()
-    model.load_state_dict({name: stored[engine_name(architecture, name)] for name in model.state_dict()})
-    names = [engine_name(architecture, f"custom_text_proj.{name}") for name in ("weight", "bias")]
-    return model, [stored[name] for name in names]
+    own = {name: _of_class(architecture, name) for name in (*model.state_dict(), *_PROJECTION)}
+    weights = {
+        name: stored[in_class] if in_class in stored else stored[engine_name(architecture, name)]
+        for name, in_class in own.items()
+    }
+    projection = [weights.pop(name) for name in _PROJECTION]
+    model.load_state_dict(weights)
+    return model, projection
+
+
+def _of_class(architecture: str, name: str) -> str:
+    """The name in a class of colpali-engine of a weight of the base model, or of its projection."""
+    if name in _PROJECTION:
+        return name.replace("custom_text_proj", "linear") if architecture == "idefics3" else name
+    return {"paligemma": "model.model.", "idefics3": "model.", "modernvbert": "model."}.get(architecture, "") + name
 
 
 def _engine_pages(

@@ -1,5 +1,6 @@
 """The Python API: the commands as functions of one process, and of several ranks."""
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -30,7 +31,7 @@ import embedtrain.commands.evaluate
 import embedtrain.commands.mine
 from embedtrain import evaluate, export, load_encoder, mine, train
 from embedtrain.api import _group
-from embedtrain.cli.in_process import own_process_state
+from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
 from embedtrain.config.recipe import DataConfig
 from embedtrain.data.in_memory import InMemoryData
 from embedtrain.distributed.sharding import compile_blocks
@@ -181,6 +182,20 @@ def test_encoders_take_texts_alone_and_until_they_are_closed(model):
     for call in (encoder.encode, encoder.encode_queries, encoder.encode_documents):
         with pytest.raises(ConfigError, match="closed"):
             call(["alpha"])
+
+
+def test_an_encoder_that_is_never_closed_is_at_the_end_of_the_program(monkeypatch):
+    """While modules are torn down, leaving the process group prints an exception that is ignored."""
+    registered, removed = [], []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(atexit, "unregister", removed.append)
+    SHARED_WORLD.join(60.0)
+    try:
+        assert registered
+        assert not removed
+    finally:
+        SHARED_WORLD.leave()
+    assert removed == registered
 
 
 def test_a_finished_run_keeps_its_model_and_what_describes_it(model, tmp_path):

@@ -50,6 +50,7 @@ M3 = {"bge_m3": "xlm-roberta"}
 SPARSE = {"splade": "bert", "splade_doc": "distilbert"}
 IMAGE_TEXT = {"clip": "clip", "siglip2": "siglip"}
 VISION_LANGUAGE = {"qwen3_vl_embedding": "qwen3_vl", "gme": "qwen2_vl", "vlm2vec": "qwen2_vl"}
+PAGES = {"colqwen2_5": "qwen2_5_vl", "colqwen3": "qwen3_vl", "colsmol": "idefics3", "colmodernvbert": "modernvbert"}
 # Their published sizes, for no configuration can be fetched here.
 _XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
 _XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -126,7 +127,9 @@ def test_the_first_line_is_the_command(name):
     assert recipe.data.train, "the command says where the rows go"
 
 
-@pytest.mark.parametrize("name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE])
+@pytest.mark.parametrize(
+    "name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE, *PAGES]
+)
 def test_the_sources_of_values_are_named(name):
     text = " ".join(header(name)[1:])
     assert "ublish" in text
@@ -155,7 +158,7 @@ def test_every_recipe_has_a_run():
     # `make demo` and its own tests run the quickstart, tests/test_demo_reranker.py the reranker of its data, and
     # tests/image_text/test_quickstart.py that of pictures.
     quickstarts = {"quickstart", "quickstart_reranker", "quickstart_colbert", "quickstart_images"}
-    others = {*LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE, *quickstarts}
+    others = {*LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE, *PAGES, *quickstarts}
     assert set(PATHS) == {*MODELS, *RERANKERS, *others}
 
 
@@ -362,3 +365,25 @@ def run_recipe(world: World, name: str, folder: Path, model: Path) -> None:
         f"data.cache_dir={folder / 'cache'}", "parallel.precision=fp32",
     )  # fmt: skip
     train(recipe, world)
+
+
+@pytest.mark.parametrize("name", slow_but(set(), PAGES))
+def test_a_small_model_over_pages_trains(ranks, tmp_path, name):
+    """As it is, bf16 and strategy auto included, but for the sizes of model, pictures and batch."""
+    model = save_vision_model(PAGES[name], tmp_path)
+    rows = [{"query": text(i, 2 + i % 5), "pos": [row_value(tmp_path, i)]} for i in range(16)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        f"recipe={name}", f"model.path={model}", f"data.train=[{tmp_path / 'train.jsonl'}]", "train.epochs=null",
+        "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=256", "optim.warmup=0",
+        f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    if name.startswith("colqwen"):
+        arguments.append("model.image.max_pixels=1024")
+    output = ranks(2, run, arguments)[0]
+    dimension = 320 if name == "colqwen3" else 128
+    assert f"a new projection of tokens to {dimension} dimensions, meanmaxsim" in output
+    architecture = json.loads((tmp_path / "run/model/config.json").read_text())["architectures"]
+    expected = {"colqwen2_5": "ColQwen2_5", "colqwen3": "ColQwen3", "colsmol": "ColIdefics3"}
+    assert architecture == [expected.get(name, "ColModernVBertForRetrieval")]
+    assert compose_named(name, "data.train=[my.jsonl]").loss.temperature == 0.02

@@ -1,5 +1,6 @@
 """Commands as functions of a program that continues afterwards: a notebook, a test, a script under torchrun."""
 
+import atexit
 import contextlib
 import gc
 import io
@@ -93,6 +94,9 @@ class SharedWorld:
         """Join the other ranks, or use the world that is joined already."""
         if self._users == 0:
             world = self._stack.enter_context(joined_world(timeout))
+            if world.size == 1:
+                # Before modules are torn down. With others, a rank that failed must not wait for them at its end.
+                atexit.register(self._stack.close)
         else:
             with joined_world(timeout) as world:
                 pass
@@ -103,6 +107,7 @@ class SharedWorld:
         """Leave once; the last to leave destroys the process group, unless the program created it."""
         self._users -= 1
         if self._users == 0:
+            atexit.unregister(self._stack.close)
             self._stack.close()
             if not dist.is_initialized():
                 free_process_groups()

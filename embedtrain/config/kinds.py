@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Size, Tensor, device
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from embedtrain.config.kind_settings import PageLibrary
     from embedtrain.config.recipe import ModelConfig, Recipe
     from embedtrain.data.cache.token_store import TokenStore
     from embedtrain.data.tokens import Layout
@@ -250,6 +251,18 @@ class Kind(ABC):
     def missing_weights_hint(self, names: Sequence[str]) -> str:
         """What to do about files that lack these weights, as the end of a sentence."""
         return ""
+
+    def convert(self, source: "ModelSource", library: "PageLibrary") -> "ModelSource":
+        """A model over pages as the class of another library computes it."""
+        raise ConfigError(
+            f"page_library={library.value}: {source.directory} is no late-interaction model over pages; leave it out"
+        )
+
+    def conversion_notes(
+        self, source: "ModelSource", converted: "ModelSource", weights: "Mapping[str, Tensor]"
+    ) -> list[str]:
+        """Lines for the user about what `convert` has changed."""
+        return []
 
     def head_weights(self, source: "ModelSource") -> dict[str, "Tensor"]:
         """The weights of the head that are not in safetensors files under their names, by the encoder's names."""

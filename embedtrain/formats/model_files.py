@@ -5,6 +5,7 @@ N: texts; L: tokens of a padded text; H: hidden size; D: dimensions of a vector;
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -111,6 +112,14 @@ class ModelFiles(ABC):
         `architecture` has its settings and tokenizer.
         """
         return python_block("from embedtrain import load_encoder", "", f'encoder = load_encoder("{name}")')
+
+    def verified_texts(self, texts: list[str], tokenizer: TextTokenizer, prompts: Mapping[str, str]) -> list[str]:
+        """Those of which `verify` compares what engines compute."""
+        return texts
+
+    def probe_documents(self, tokenizer: TextTokenizer) -> AbstractContextManager[list[str]]:
+        """Items of pictures that `verify` compares as well, whose files exist in the block."""
+        return nullcontext([])
 
     def is_transformers(self, source: ModelSource) -> bool:
         """Whether transformers opens the directory without another library; else it cannot be a graph either."""

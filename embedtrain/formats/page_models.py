@@ -24,6 +24,7 @@ from embedtrain.utils.files import write_json
 _QWEN_PAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>"
 _MODERNVBERT_PAGE = "<|begin_of_text|>User:<image>Describe the image.<end_of_utterance>\nAssistant:"
 _IDEFICS_PAGE = "<|im_start|>User:<image>Describe the image.<end_of_utterance>\nAssistant:"
+TEXT_KEYS = ("query_prefix", "visual_prompt_prefix")  # of processor_config.json
 _NUM_AUGMENTATION = 10  # tokens behind a query, whose vectors are compared as well
 _ENDS_UTTERANCE, _ENDS_TEXT = "<end_of_utterance>", "<|endoftext|>"
 # What wraps the names of weights, or of parts of the backbone in older versions of transformers.
@@ -144,7 +145,7 @@ class PageWriter:
         if "{bos}" in self.around.page:
             page = texts.page.end.removeprefix(bos).removesuffix("\n")
         query = texts.query.starts[0].removeprefix(bos if "{bos}" in self.around.query[0] else "")
-        return {"query_prefix": query, "visual_prompt_prefix": page}
+        return dict(zip(TEXT_KEYS, (query, page), strict=True))
 
 
 def _default_prefix(before: str) -> str:

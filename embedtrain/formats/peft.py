@@ -20,6 +20,7 @@ import peft
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel
+from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from embedtrain.config.validation import model_option
 from embedtrain.errors import CheckpointError, ModelError
 from embedtrain.formats.export_record import verify_settings, verify_weights
 from embedtrain.formats.hub import resolve_directory
+from embedtrain.formats.page_models import backbone_keys
 from embedtrain.formats.sentence_transformers import SETTINGS, TASKS_FOLDER, load_model
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.verify import ExportReference, export_tolerance, probes_of_sentence_transformer, require_match
@@ -61,8 +63,8 @@ from embedtrain.models.build import assemble_encoder, build_encoder, full_state_
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.own_class import HEAD
-from embedtrain.models.stored_weights import TensorLocation, stored_dtype
-from embedtrain.models.types import ModelSource
+from embedtrain.models.stored_weights import read_tensor, stored_dtype
+from embedtrain.models.types import HeadAdapter, ModelSource
 from embedtrain.utils.files import remove_tree, write_json
 from embedtrain.utils.formatting import one_line
 
@@ -74,6 +76,7 @@ _FILES = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 _MAX_REPETITIONS = 6
 _MAX_PATTERNS = 1000  # in one setting; PEFT compiles all of them again for every layer
 _POOLER = PEFT_PREFIX + "pooler."  # unused
+_A, _B = ".lora_A.weight", ".lora_B.weight"
 # The supported keys of a configuration.
 _SUPPORTED = (
     "r",
@@ -133,10 +136,13 @@ class AdapterFiles:
         """Whether it holds the head of a sequence classifier."""
         return self.config.task_type == CLASSIFIER and bool(self.modules_to_save)
 
-    def read(self, names: Mapping[str, Sequence[int]], stored_name: Callable[[str], str]) -> dict[str, Tensor]:
+    def read(
+        self, names: Mapping[str, Sequence[int]], stored_name: Callable[[str], str], others: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Weights by the encoder's names; `names` has their shapes, `stored_name` is the encoder's.
 
-        Weights that are missing, left over, or of other shapes raise a ModelError: the adapter is of another model.
+        Files may have the keys `others` as well. Weights that are missing, left over, or of other shapes raise a
+        ModelError: the adapter is of another model.
         """
         path = self.directory / ADAPTER_WEIGHTS
         expected = {peft_key(stored_name(name)): name for name in names}
@@ -145,7 +151,10 @@ class AdapterFiles:
         tensors: dict[str, Tensor] = {}
         try:
             with safe_open(path, framework="pt") as file:
-                stored = {_normalized(key, aliases): key for key in file.keys()}  # noqa: SIM118 - not a dict
+                keys = [key for key in file.keys() if key not in others]  # noqa: SIM118 - not a dict
+                wrapped = backbone_keys(keys, [alias.removeprefix(PEFT_PREFIX) for alias in aliases])
+                own = {key: aliases[PEFT_PREFIX + name] for name, key in wrapped.items()}
+                stored = {own.get(key) or _normalized(key, aliases): key for key in keys}
                 stored = {key: own for key, own in stored.items() if key in expected or not key.startswith(_POOLER)}
                 for key in sorted(stored.keys() ^ expected.keys()):
                     raise ModelError(
@@ -163,6 +172,32 @@ class AdapterFiles:
         except Exception as error:  # safetensors does not export its exception type
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
         return tensors
+
+    def layers(self, encoder: Encoder) -> set[str]:
+        """The names in the backbone of the layers that its files have adapters of; empty without weights."""
+        if not (self.directory / ADAPTER_WEIGHTS).is_file():
+            return set()
+        found = backbone_keys(self.keys(), [f"{name}{_A}" for name, _ in encoder.backbone.named_modules()])
+        return {name.removesuffix(_A) for name in found}
+
+    def keys(self) -> list[str]:
+        """The keys of its weights."""
+        with safe_open(self.directory / ADAPTER_WEIGHTS, framework="pt") as file:
+            return list(file.keys())
+
+    def of_head(self, name: str) -> HeadAdapter | None:
+        """The adapter of a linear layer beside the backbone, `name` in the class; None if its files have none."""
+        pairs = [key for key in self.keys() if key.endswith(f".{name}{_A}")]
+        if not pairs:
+            return None
+        b = pairs[0].removesuffix(_A) + _B
+        if b not in self.keys():
+            raise ModelError(self.mismatch_message(f"{b} is only in the model"))
+        config, path = self.config, self.directory / ADAPTER_WEIGHTS
+        with safe_open(path, framework="pt") as file:
+            rank = file.get_slice(pairs[0]).get_shape()[0]
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
+        return HeadAdapter(path=path, a=pairs[0], b=b, scale=alpha / (rank**0.5 if config.use_rslora else rank))
 
     def mismatch_message(self, why: str) -> str:
         """The message about an adapter that does not fit."""
@@ -318,11 +353,6 @@ def _merge(
     return WeightStream(base_specs, rows(), {name: specs[name] for name in sorted(adapter_weights)})
 
 
-def _read(location: TensorLocation) -> Tensor:
-    with safe_open(location.path, framework="pt") as file:
-        return file.get_tensor(location.key)  # type: ignore[no-any-return]
-
-
 def _adapter_weights(encoder: Encoder) -> set[str]:
     parts = (*(f"{prefix}backbone." for prefix in encoder.towers), HEAD)
     return {name for name, p in encoder.named_parameters() if p.requires_grad and name.startswith(parts)}
@@ -386,7 +416,7 @@ def _stored_weights(source: ModelSource, specs: Mapping[str, TensorSpec], seed: 
     locations = locate_weights(source, {name: torch.Size(spec.shape) for name, spec in specs.items()})
     if locations is None:
         return full_state_dict(source, seed).items()
-    stored = ((name, _read(location)) for name, location in locations.items())
+    stored = ((name, read_tensor(location)) for name, location in locations.items())
     return itertools.chain(stored, head_weights(source).items())
 
 

@@ -123,7 +123,7 @@ def read_late_interaction(directory: Path) -> LateInteractionFiles:
             expansion=expansion,
             skiplist_words=words,
             skiplist_queries=skips_queries,
-            similarity=_similarity(directory / SETTINGS, settings),
+            similarity=token_similarity(directory / SETTINGS, settings),
         ),
         prompts=prompts_of(settings | {"prompts": prompts}, directory / SETTINGS),
         prompt_tokens=tuple(prefix for prefix in prefixes.values() if prefix),
@@ -269,7 +269,8 @@ def _expansion(path: Path, settings: Any) -> Expansion | None:
     return Expansion(strategy=QueryExpansion(strategy), length=length, token=token, attend=attend)
 
 
-def _similarity(path: Path, settings: Mapping[str, Any]) -> TokenSimilarity:
+def token_similarity(path: Path, settings: Mapping[str, Any]) -> TokenSimilarity:
+    """The similarity in a file of sentence-transformers; a ModelError if it is not known."""
     name = settings.get("similarity_fn_name") or TokenSimilarity.maxsim.value
     if name in _OTHER_SIMILARITIES:
         return TokenSimilarity.maxsim

@@ -84,6 +84,9 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: "AdapterFiles | None
         return _add_to_towers(encoder, lora, files, frozen)
     # A copy, because what is set below would be injected into the next encoder with the adapter of these files.
     config = _peft_config(encoder, lora) if files is None else copy.deepcopy(files.config)
+    if files is not None and encoder.vision is not None and isinstance(config.target_modules, str):
+        # Its expression is one of the names in a class that wraps the backbone, which has others.
+        config.target_modules, config.exclude_modules = files.layers(encoder) or config.target_modules, None
     for parameter in encoder.parameters():
         parameter.requires_grad_(False)
     stored_modules = _modules_of_files(encoder, files)
@@ -241,7 +244,8 @@ def initial_adapters(encoder: Encoder, adapters: AdapterInfo, seed: int) -> dict
     """
     shapes = {name: tensor.shape for name, tensor in encoder.state_dict().items()}
     if adapters.files is not None:
-        return adapters.files.read({name: shapes[name] for name in adapters.stored}, encoder.stored_name)
+        names = {name: shapes[name] for name in adapters.stored}
+        return adapters.files.read(names, encoder.stored_name, encoder.output.merged_keys)
     return {
         name: initial_adapter_weight(name, shape, seed) for name, shape in shapes.items() if base_name(name) is None
     }

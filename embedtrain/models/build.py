@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.encoder import Encoder, TowerEncoder, prepare_backbone
-from embedtrain.models.heads import initial_head_weights, module_locations, pickled_head_names, pickled_head_weights
+from embedtrain.models.heads import initial_head_weights, module_locations, whole_head_names, whole_head_weights
 from embedtrain.models.own_class import HEAD
 from embedtrain.models.stored_weights import TensorLocation, shapes_match, stored_tensors
 from embedtrain.models.types import ModelSource
@@ -83,7 +83,7 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
     for name, location in module_locations(source).items():  # new ones keep their initial weights
         with safe_open(location.path, framework="pt") as file:
             state[name].copy_(file.get_tensor(location.key))
-    for name, weight in pickled_head_weights(source.vectors.dense).items():
+    for name, weight in whole_head_weights(source.vectors.dense).items():
         encoder.get_parameter(name).data.copy_(weight)
     return dict(encoder.state_dict())
 
@@ -123,7 +123,7 @@ def head_weights(source: ModelSource) -> dict[str, Tensor]:
     if source.towers:
         states = {prefix: head_weights(tower) for prefix, tower in source.parts.items()}
         return {prefix + name: weight for prefix, state in states.items() for name, weight in state.items()}
-    return source.kind.head_weights(source) | pickled_head_weights(source.vectors.dense)
+    return source.kind.head_weights(source) | whole_head_weights(source.vectors.dense)
 
 
 def _require_plausible_size(source: ModelSource, directories: Iterable[Path]) -> None:
@@ -175,7 +175,7 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
             break
     of_head, computed = source.kind.locate_head(source, shapes, stored)
     locations |= of_head
-    computed = computed | pickled_head_names(source.vectors.dense, shapes)
+    computed = computed | whole_head_names(source.vectors.dense, shapes)
     if set(locations) != set(shapes) - computed or not shapes_match(locations, shapes):
         return None
     return locations

@@ -97,6 +97,11 @@ class Head(ABC):
         return dict(self.modules)
 
     @property
+    def merged_keys(self) -> Sequence[str]:
+        """The keys in the files of an adapter that are merged when the head is read."""
+        return ()
+
+    @property
     def peft_modules(self) -> list[str]:
         """Those of them that PEFT stores with an adapter, by their names in transformers' class."""
         return []

@@ -1,8 +1,9 @@
-"""Dense heads: new ones of a recipe (`model.heads`) with their initial weights, and those of pickled files."""
+"""Dense heads: new ones of a recipe (`model.heads`) with their initial weights, and those of pickles and adapters."""
 
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,8 +12,14 @@ from transformers import PretrainedConfig
 from embedtrain.config.kind_settings import HeadActivation, HeadConfig, HeadInit
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.encoder import POOLING_MODULE, Dense, hidden_size
-from embedtrain.models.stored_weights import TensorLocation, read_pickled_tensors, shapes_match, stored_tensors
-from embedtrain.models.types import DenseSource, ModelSource
+from embedtrain.models.stored_weights import (
+    TensorLocation,
+    read_pickled_tensors,
+    read_tensor,
+    shapes_match,
+    stored_tensors,
+)
+from embedtrain.models.types import DenseSource, HeadAdapter, ModelSource
 
 # Of a Dense module that a version of sentence-transformers before 2.3 wrote.
 _PICKLE = "pytorch_model.bin"
@@ -82,25 +89,30 @@ def initial_head_weights(dense: Sequence[DenseSource], seed: int) -> dict[str, T
     return weights
 
 
-def is_pickled(dense: DenseSource) -> bool:
-    """Whether the weights of a head are in `pytorch_model.bin` only."""
+def is_read_whole(dense: DenseSource) -> bool:
+    """Whether the weights of a head are in `pytorch_model.bin` only, or have an adapter to merge."""
     directory = dense.directory
+    if dense.adapter is not None:
+        return True
     if directory is None or dense.inline is not None or (directory / "model.safetensors").is_file():
         return False
     return (directory / _PICKLE).is_file()
 
 
-def pickled_head_names(dense: Sequence[DenseSource], names: Iterable[str]) -> set[str]:
-    """Those of the encoder's names that are weights of heads for which `is_pickled`."""
-    pickled = tuple(f"dense.{index}." for index, head in enumerate(dense) if is_pickled(head))
-    return {name for name in names if name.startswith(pickled)} if pickled else set()
+def whole_head_names(dense: Sequence[DenseSource], names: Iterable[str]) -> set[str]:
+    """Those of the encoder's names that are weights of heads for which `is_read_whole`."""
+    whole = tuple(f"dense.{index}." for index, head in enumerate(dense) if is_read_whole(head))
+    return {name for name in names if name.startswith(whole)} if whole else set()
 
 
-def pickled_head_weights(dense: Sequence[DenseSource]) -> dict[str, Tensor]:
-    """The weights of the heads for which `is_pickled`, by the encoder's names; a ModelError if they are others."""
+def whole_head_weights(dense: Sequence[DenseSource]) -> dict[str, Tensor]:
+    """The weights of the heads for which `is_read_whole`, by the encoder's names; a ModelError if they are others."""
     weights: dict[str, Tensor] = {}
     for index, head in enumerate(dense):
-        if head.directory is None or not is_pickled(head):
+        if head.directory is None or not is_read_whole(head):
+            continue
+        if head.adapter is not None:
+            weights |= _merged_weights(index, head, head.adapter)
             continue
         path = head.directory / _PICKLE
         shapes = {"linear.weight": [head.num_out, head.num_in]} | ({"linear.bias": [head.num_out]} if head.bias else {})
@@ -109,6 +121,21 @@ def pickled_head_weights(dense: Sequence[DenseSource]) -> dict[str, Tensor]:
             expected = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
             raise ModelError(f"{path} should contain {expected}: this head would be random")
         weights |= {f"dense.{index}.{name}": tensor.float() for name, tensor in stored.items()}
+    return weights
+
+
+def _merged_weights(index: int, head: DenseSource, adapter: HeadAdapter) -> dict[str, Tensor]:
+    """The weights of a head with its adapter; a ModelError if the adapter does not fit."""
+    weights = {}
+    for name, location in _dense_locations(index, replace(head, adapter=None)).items():
+        weights[name] = read_tensor(location).float()
+    a, b = (read_tensor(TensorLocation(adapter.path, key)).float() for key in (adapter.a, adapter.b))
+    if a.shape[1:] != (head.num_in,) or b.shape != (head.num_out, len(a)):
+        raise ModelError(
+            f"{adapter.path}: {adapter.b} x {adapter.a} has the shapes {list(b.shape)} x {list(a.shape)}, and the "
+            f"projection of {head.directory} has {[head.num_out, head.num_in]}: it is an adapter of another model"
+        )
+    weights[f"dense.{index}.linear.weight"] += adapter.scale * (b @ a)
     return weights
 
 
@@ -122,8 +149,11 @@ def module_locations(source: ModelSource) -> dict[str, TensorLocation]:
 
 
 def _dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation]:
-    """Where the weights of a head are, by the encoder's names; nothing for a new or pickled one. Raises ModelError."""
-    if dense.directory is None or is_pickled(dense):
+    """Where the weights of a head are, by the encoder's names; none of one that is new or read whole.
+
+    Raises ModelError.
+    """
+    if dense.directory is None or is_read_whole(dense):
         return {}
     stored = stored_tensors(dense.directory)
     shapes = {"linear.weight": torch.Size([dense.num_out, dense.num_in])}

@@ -42,6 +42,13 @@ def stored_tensors(directory: Path) -> dict[str, TensorLocation]:
     return stored
 
 
+def read_tensor(location: TensorLocation) -> Tensor:
+    """The tensor at a location, in its type."""
+    with safe_open(location.path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(location.key)
+    return tensor
+
+
 def stored_shape(location: TensorLocation) -> list[int]:
     """The shape of a stored tensor."""
     with safe_open(location.path, framework="pt") as file:

@@ -17,6 +17,16 @@ from embedtrain.models.vision_language import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadAdapter:
+    """An adapter of PEFT of a head: its update of the weight is scale x B A, both in `path` under these keys."""
+
+    path: Path
+    a: str
+    b: str
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenseSource:
     """A Dense head of a sentence-transformers directory, with its weights in `directory`, or a new one."""
 
@@ -27,6 +37,7 @@ class DenseSource:
     activation: str
     init: HeadInit | None = None  # of a new one; None: as torch initialises a linear layer
     inline: str | None = None  # its name among the weights of the backbone, if it is in the same files
+    adapter: HeadAdapter | None = None  # merged when its weights are read
 
 
 @dataclass(frozen=True, kw_only=True)

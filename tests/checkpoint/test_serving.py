@@ -187,7 +187,9 @@ def test_rules_name_facts_and_kinds_that_models_have():
     """A misspelled fact would be an error only for the models that the rule is about."""
     known = {kind.name: set(with_traits().facts) for kind in kinds()}
     known["sparse"] |= {"has_static_queries", "has_other_words"}
+    known["late_interaction"] |= {"is_of_colpali_engine"}
     known["vision_language"] = known["dense"]  # of which it is one
+    known |= dict.fromkeys(("pages_of_transformers", "pages_of_colpali_engine"), known["late_interaction"])
 
     def conditions(rules: Any) -> Iterator[dict[str, Any]]:
         for rule in rules:

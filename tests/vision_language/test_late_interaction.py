@@ -117,7 +117,9 @@ def test_vectors_are_those_of_the_class(tmp_path, late_model, case):
 
 def test_pages_of_pictures_alone(tmp_path, late_model):
     """Only rows of a page's picture have vectors, the same as among all; queries and texts keep theirs."""
-    directory = late_model(ENGINE, "idefics3")
+    directory = late_model(TRANSFORMERS, "modernvbert")
+    with pytest.raises(ConfigError, match="only_picture_vectors=true: colpali-engine has an argument for it"):
+        opened(late_model(ENGINE, "qwen3_vl"), only_picture_vectors=True)
     page = picture_item(tmp_path, 1)
     rows = []
     for only in (False, True):
@@ -164,7 +166,9 @@ def test_refused(tmp_path, late_model):
     _, tokenizer = opened(directory)
     page = picture_item(tmp_path, 1)
     for item, says in ((f"{page}text", "beside texts"), (page + page, "beside others")):
-        with pytest.raises(DataError, match=f"a picture {says}, and ColQwen2ForRetrieval reads a text or one page"):
+        with pytest.raises(
+            DataError, match=rf"picture_1\.png: stands {says} in one item, and ColQwen2ForRetrieval reads a text or one"
+        ):
             tokenizer.tokens([item])
     cases = {
         "query_expansion": ("min", "model.query_expansion=min: is not for a model over pages"),

@@ -1,17 +1,25 @@
 """`python -m embedtrain export run=runs/NAME step=latest output_dir=DIR`: convert a checkpoint to a model directory."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from embedtrain.config.checks import check_export, check_sets
-from embedtrain.config.command_options import BaseOptions, KindOptions, PoolingOptions, SetOptions, UploadOptions
+from embedtrain.config.command_options import (
+    BaseOptions,
+    KindOptions,
+    ModelPathOptions,
+    PoolingOptions,
+    SetOptions,
+    UploadOptions,
+)
 from embedtrain.config.compose import compose_command
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.kind_settings import PageLibrary
 from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_items
-from embedtrain.config.paths import require_run, require_sets
+from embedtrain.config.paths import require_models, require_run, require_sets
 from embedtrain.config.recipe import ADAPTER, ONNX, ExportConfig, ExportDtype, WeightsOf
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
@@ -20,6 +28,7 @@ HELP = """embedtrain export: write a model directory from a checkpoint, and veri
 
   embedtrain export run=runs/NAME [option=value ...]
   embedtrain export adapters='{TASK: runs/NAME, ...}' output_dir=DIR
+  embedtrain export model=DIR page_library=transformers output_dir=DIR
 
 {options: run! step output_dir dtype formats sets push_to_hub check adapters}"""
 
@@ -27,13 +36,16 @@ _TASK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 @dataclass(kw_only=True)
-class ExportOptions(UploadOptions, SetOptions, BaseOptions, PoolingOptions, KindOptions):
+class ExportOptions(UploadOptions, SetOptions, BaseOptions, PoolingOptions, KindOptions, ModelPathOptions):
     """Options of `python -m embedtrain export`."""
 
     run: str = option("", is_input=True)  # output_dir of a run; this or adapters
     # Instead of run: the directory has one base model and the LoRA adapters of several runs on it, by name of the task,
     # {retrieval: runs/a, clustering: runs/b}. Options that default to the recipe's take those of the first run.
     adapters: Any = option(None, is_input=True, values_are_inputs=True)
+    # Instead of run, `model` is a late-interaction model over pages, which is written for this library; vectors of the
+    # same weights change, and the command says by how much.
+    page_library: PageLibrary | None = None
     step: str = "latest"  # latest, best, or a step's number
     weights_of: WeightsOf | None = None  # default: the moving average if the run has one (optim.ema)
     output_dir: str | None = option(None, in_result=False)  # default: model/ in the run's directory
@@ -91,12 +103,28 @@ def _check_adapters(options: ExportOptions, check: OptionChecks) -> None:
             )
 
 
+def _check_model(options: ExportOptions, check: OptionChecks) -> None:
+    given = {name: getattr(options, name) for name in ("run", "adapters", "page_library", "output_dir")}
+    check.require(not given["run"] and not given["adapters"], "model", "is set beside run or adapters; keep one")
+    for name in ("page_library", "output_dir"):
+        check.require(given[name] is not None, name, "is missing; model is written for another library")
+    defaults = ExportOptions()
+    kept = ("model", "page_library", "output_dir", "dtype", "check", "max_file_size", "trust_remote_code")
+    for field in fields(options):
+        is_set = getattr(options, field.name) != getattr(defaults, field.name)
+        check.require(field.name in kept or not is_set, field.name, "is for a run; leave it out")
+
+
 def compose(arguments: list[str]) -> ExportOptions:
     """The options, checked."""
     options = compose_command("export", ExportOptions, arguments, HELP)
     check = OptionChecks(options)
     if options.adapters is not None:
         _check_adapters(options, check)
+    if options.model:
+        _check_model(options, check)
+        return options
+    check.require(options.page_library is None, "page_library", "is for a model directory; set model")
     options.sets = parse_items(options.sets, EvaluationSet, "sets")
     check_sets(options.sets, "sets")
     check.require(bool(options.runs), "run", "is missing; write the output_dir of a training run")
@@ -106,6 +134,7 @@ def compose(arguments: list[str]) -> ExportOptions:
 
 def require_paths(options: ExportOptions) -> None:
     """Raise a ConfigError for a path that does not exist."""
+    require_models(model=options.model or None)
     for run in options.runs:
         require_run(run)
     require_sets(options.sets)
@@ -113,7 +142,13 @@ def require_paths(options: ExportOptions) -> None:
 
 def run(options: ExportOptions) -> Path:
     """Read a checkpoint in one process, write the model directory, reopen and verify it; returns the directory."""
-    from embedtrain.commands.export.convert import export_adapters, export_checkpoint, graph_metrics, open_run
+    from embedtrain.commands.export.convert import (
+        convert_directory,
+        export_adapters,
+        export_checkpoint,
+        graph_metrics,
+        open_run,
+    )
     from embedtrain.formats.export_record import require_replaceable
     from embedtrain.formats.hub import require_export_support, upload_model
     from embedtrain.inference.loading.load import quiet_libraries
@@ -121,6 +156,8 @@ def run(options: ExportOptions) -> Path:
 
     quiet_libraries()
     console = Console()
+    if options.model:
+        return convert_directory(options, options.export, console).directory
     runs = [open_run(path, options) for path in options.runs]
     run = runs[0]
     config = requested_export(options, run.recipe.export)

@@ -26,13 +26,15 @@ from embedtrain.evaluation.first_stage import with_bm25_candidates
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet, check_sets_of_kind
 from embedtrain.formats.export import (
+    DerivedModel,
     ExportResult,
     checkpoint_weights,
     export_dtype,
     load_checkpoint_encoder,
     plan_export,
+    write_derived,
 )
-from embedtrain.formats.export_record import export_lock
+from embedtrain.formats.export_record import export_lock, require_replaceable
 from embedtrain.formats.hub import split_revision
 from embedtrain.formats.model_card import UNNAMED, hub_id, model_card, recipe_of_weights, tasks_card
 from embedtrain.formats.onnx import GraphMeasure, require_graph
@@ -44,7 +46,14 @@ from embedtrain.formats.peft import (
     joint_prompts,
     require_same_base,
 )
-from embedtrain.formats.source import different_setting, different_tokens, open_model_source
+from embedtrain.formats.source import (
+    CommandModel,
+    different_setting,
+    different_tokens,
+    open_model_source,
+    require_trained,
+    with_kind_of_files,
+)
 from embedtrain.formats.transformers import complete_older_files
 from embedtrain.formats.verify import ExportReference, export_tolerance, probe_outputs
 from embedtrain.inference.encode import SentenceEncoder
@@ -54,6 +63,7 @@ from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.inference.quantised import write_trained_ranges
 from embedtrain.losses.quantisation import ranges_dimension
 from embedtrain.models.adapters import without_adapters
+from embedtrain.models.build import full_state_dict
 from embedtrain.models.security import require_no_links
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
@@ -183,6 +193,35 @@ def export_checkpoint(
             name=config.push_to_hub,
         )
         return export.finish(card, reference, trust_remote_code=trust_remote_code, phase=console.phase, measure=measure)
+
+
+def convert_directory(options: "ExportOptions", config: ExportConfig, console: Console) -> ExportResult:
+    """Write a model directory as another library computes it, and say what that changes.
+
+    At most two copies of the model are in memory. Raises ConfigError if the model has no class of that library, or
+    CheckpointError if the library computes other vectors of the directory than the encoder.
+    """
+    assert options.output_dir is not None
+    assert options.page_library is not None
+    name, revision = split_revision(options.model)
+    model = CommandModel(path=name, revision=revision, trust_remote_code=options.trust_remote_code)
+    settings, what = with_kind_of_files(model)
+    source = require_trained(open_model_source(settings), settings, what)
+    converted = source.kind.convert(source, options.page_library)
+    assert source.directory is not None
+    output_dir = require_replaceable(Path(options.output_dir), source.directory)
+    weights = full_state_dict(source, 0)
+    with console.phase("comparing the vectors of both libraries"):
+        for note in source.kind.conversion_notes(source, converted, weights):
+            console.note(note)
+    made = DerivedModel(
+        source=converted,
+        weights=weights,
+        tokenizer=model_tokenizer(converted),
+        original=options.model,
+        description=f"that of {{}}, for {options.page_library.value.replace('_', '-')}.",
+    )
+    return write_derived(made, output_dir, config, console, trust_remote_code=options.trust_remote_code)
 
 
 def _open_architecture(run: ExportedRun, config: ExportConfig, *, trust_remote_code: bool) -> ModelSource:

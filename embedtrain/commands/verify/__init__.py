@@ -36,6 +36,7 @@ VERIFIED = (
     "chromadb",
     "txtai",
     "pylate",
+    "colpali_engine",
 )
 HELP = """embedtrain verify: whether libraries and servers compute what a model computes
 
@@ -50,8 +51,8 @@ class VerifyOptions(PoolingOptions, KindOptions, ModelPathOptions):
     """Options of `python -m embedtrain verify`."""
 
     # Of sentence_transformers, transformers, onnxruntime, fastembed, transformers_js, vllm, llama_cpp, infinity_emb,
-    # FlagEmbedding, langchain_huggingface, llama_index, haystack, chromadb, txtai, pylate; default: those that are
-    # installed here, and those of `python`.
+    # FlagEmbedding, langchain_huggingface, llama_index, haystack, chromadb, txtai, pylate, colpali_engine; default:
+    # those that are installed here, and those of `python`.
     engines: list[str] | None = None
     # The interpreters of engines that are installed elsewhere: {fastembed: ENVIRONMENT/bin/python}; of transformers_js
     # the folder of node_modules, with node in PATH.

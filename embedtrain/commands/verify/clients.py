@@ -9,12 +9,13 @@ model has. Those that encode texts also get `texts`, a list of strings; `prompts
 `dimension` of a vector, if texts have one; and for late interaction `token_vectors`, for engines that do not read these
 settings from the directory: by role `max_length` in tokens, `expanded_length` (0: no expansion) and `skipped`, ids of
 tokens whose vectors are left out unless they are the first of a text; besides these `expansion_id`, and `attend`,
-whether expansion tokens are in the attention mask. Those that score pairs get `pairs` of query and document, for
+whether expansion tokens are in the attention mask. For a model over pages there are `pages`, drawn pictures, each a
+PNG file in base64. Those that score pairs get `pairs` of query and document, for
 engines that apply prompts and chat templates themselves, and `formatted_pairs`, the same with all texts that the
 tokenizer does not add.
 
 The JSON file RESULT gets `version` and an output by way of encoding: `text` without a prompt, `query` and `document`
-with the prompts. It has the ways that the engine has, and one or more parts of the output:
+with the prompts, and `page`. It has the ways that the engine has, and one or more parts of the output:
 
 - `vectors`: a list of numbers for each text
 - `token_vectors`: a list of vectors for each text
@@ -110,6 +111,40 @@ def stripped(texts: Sequence[str], prompts: Mapping[str, str]) -> Output:
     }
 
 
+def pictures(given: Given) -> list[Any]:
+    """The drawn pages."""
+    import base64
+    import io
+
+    pages = given.get("pages", ())
+    if not pages:
+        return []
+    from PIL import Image
+
+    return [Image.open(io.BytesIO(base64.b64decode(page))).convert("RGB") for page in pages]
+
+
+def page_vectors(given: Given, model: Any, processor: Any, documents: Any) -> Output:
+    """The vectors of the class of a model over pages, one item at a time; `documents` are the inputs of texts."""
+    import torch
+
+    def vectors(inputs: Any) -> list[Any]:
+        """Those of one item: a class returns them, or an output that has them."""
+        with torch.no_grad():
+            output = model(**{name: values for name, values in inputs.items() if name != "labels"})
+        rows: list[Any] = getattr(output, "embeddings", output)[0].tolist()
+        return rows
+
+    prompts, texts = given["prompts"], given["texts"]
+    return {
+        "token_vectors": {
+            "query": [vectors(processor.process_queries([prompts["query"] + text])) for text in texts],
+            "document": [vectors(documents([prompts["document"] + text])) for text in texts],
+            "page": [vectors(processor.process_images([page])) for page in pictures(given)],
+        }
+    }
+
+
 def sentence_transformers(given: Given) -> Output:
     """The output of sentence-transformers, which applies prompts itself."""
     from importlib.util import find_spec
@@ -154,9 +189,12 @@ def sentence_transformers(given: Given) -> Output:
                 yield role, model.encode(texts, prompt_name=role, **options)
 
     if part == "token_vectors":
+        given_texts = {"query": texts, "document": texts, "page": pictures(given)}
         output[part] = {
-            role: [rows.tolist() for rows in getattr(model, f"encode_{role}")(texts, show_progress_bar=False)]
-            for role in ("query", "document")
+            way: [rows.tolist() for rows in encode(items, show_progress_bar=False)]
+            for way, items in given_texts.items()
+            for encode in [model.encode_query if way == "query" else model.encode_document]
+            if items
         }
     elif part == "word_weights":
         rows = encoded(convert_to_sparse_tensor=False)
@@ -217,6 +255,13 @@ def transformers(given: Given) -> Output:
         weights = weights.log1p() if settings["activation_function"] == "log1p_relu" else weights
         return words(weights.amax(dim=0) if settings["pooling_strategy"] == "max" else weights.sum(dim=0))
 
+    if "token_vectors" in outputs:  # of a model over pages
+        name = read(given, "config.json")["architectures"][0]
+        model = getattr(transformers, name).from_pretrained(directory, local_files_only=True, torch_dtype=torch.float32)
+        processor = getattr(transformers, read(given, "processor_config.json")["processor_class"])
+        opened = processor.from_pretrained(directory, local_files_only=True)
+        computed = page_vectors(given, model.eval(), opened, opened.process_queries)
+        return {"version": transformers.__version__, **computed}
     auto, part, way = transformers.AutoModel, "vectors", "text"
     texts = [[text] for text in given.get("texts", ())]
     if "scores" in outputs:
@@ -248,6 +293,19 @@ def transformers(given: Given) -> Output:
                 is_vector = part == "vectors"
                 rows.append(vector(output.last_hidden_state[0]) if is_vector else weights_of(output.logits[0]))
     return {"version": transformers.__version__, part: {way: rows}}
+
+
+def colpali_engine(given: Given) -> Output:
+    """The vectors of the class and the processor that the directory names."""
+    import torch
+    from colpali_engine import models
+
+    model_class = getattr(models, read(given, "config.json")["architectures"][0])
+    processor_class = getattr(models, read(given, "processor_config.json")["processor_class"])
+    model = model_class.from_pretrained(given["model"], dtype=torch.float32).eval()
+    processor = processor_class.from_pretrained(given["model"])
+    computed = page_vectors(given, model, processor, processor.process_texts)
+    return {"version": version("colpali-engine"), **computed}
 
 
 def onnxruntime(given: Given) -> Output:
@@ -730,7 +788,7 @@ def llama_cpp(given: Given) -> Output:
 
 PROGRAMS = (
     *(sentence_transformers, transformers, onnxruntime, fastembed, vllm, llama_cpp, infinity_emb, FlagEmbedding),
-    *(langchain_huggingface, llama_index, haystack, chromadb, txtai, pylate),
+    *(langchain_huggingface, llama_index, haystack, chromadb, txtai, pylate, colpali_engine),
 )
 
 

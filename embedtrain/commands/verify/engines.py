@@ -1,5 +1,6 @@
 """What engines get of a model, the programs that run them, and the comparison of their output with the encoder's."""
 
+import base64
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from embedtrain.config.command_options import RerankerConfig
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import Precision
 from embedtrain.config.validation import model_options_named
+from embedtrain.data.images.files import PICTURES
+from embedtrain.data.images.item import pictures_of
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
@@ -124,6 +127,7 @@ def probe_model(config: CommandModel, world: World) -> Probe:
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=_CHUNK_TOKENS)
     texts = ["", *PROBES] if model.tokenizer.tokenizer("")["input_ids"] else list(PROBES)
     prompts = {role.value: model.source.prompts.get(role.value, "") for role in TextRole}
+    texts = model.source.kind.files.verified_texts(texts, model.tokenizer, prompts)
     request: dict[str, Any] = {"model": str(directory), "texts": texts, "prompts": prompts}
     expected: ServingOutputs = {}
     files = model.source.kind.files
@@ -133,10 +137,22 @@ def probe_model(config: CommandModel, world: World) -> Probe:
         part = encoder.encode(texts, prompt, role=text_role, label=f"encoding with the encoder ({way})")
         for name, rows in files.serving_outputs(part, model.source, way).items():
             expected.setdefault(name, {}).update(rows)
+    with files.probe_documents(model.tokenizer) as pages:
+        if pages:
+            part = encoder.encode(pages, "", role=TextRole.document, label="encoding pages with the encoder")
+            request["pages"] = [base64.b64encode(_content(page)).decode() for page in pages]
+            for name, rows in files.serving_outputs(part, model.source, "page").items():
+                expected.setdefault(name, {}).update(rows)
     if "vectors" in expected:
         request["dimension"] = len(expected["vectors"]["text"][0])
     request["outputs"] = list(expected)
     return Probe(model.source, request | model.tokenizer.layout.client_settings(model.tokenizer.max_length), expected)
+
+
+def _content(item: str) -> bytes:
+    """The file of an item that is a picture alone."""
+    (picture,) = pictures_of(item)
+    return Path(PICTURES.place(picture).file).read_bytes()
 
 
 def _scored(directory: Path, world: World) -> Probe:

@@ -151,12 +151,14 @@ class VisionLayout(PictureLayout):
             fewer = min(excess, max(0, end - before))
             cut[number], excess = ids[: end - fewer] + ids[end:], excess - fewer
         if excess > 0:
-            sizes = " and ".join(f"{part.width} x {part.height}" for part in item if isinstance(part, Picture))
+            pictures = [part for part in item if isinstance(part, Picture)]
+            sizes = " and ".join(f"{part.width} x {part.height}" for part in pictures)
             what = f"pictures of {sizes} pixels, which have" if sizes else "a prompt, which has"
+            where = next((f"{PICTURES.place(part)}: " for part in pictures if part != BLANK), "")
             can_shrink = bool(sizes) and isinstance(self.processing, QwenPatches)
             hint = "raise it" + ", or lower model.image.max_pixels" * can_shrink
             raise DataError(
-                f"an item has {what} {limit + excess} tokens with what stands around them, and "
+                f"{where}an item has {what} {limit + excess} tokens with what stands around them, and "
                 f"model.max_length={limit}: {hint}"
             )
         return cut

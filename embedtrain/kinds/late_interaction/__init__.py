@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Size, Tensor, device
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from embedtrain.config.kind_settings import PageLibrary
     from embedtrain.config.recipe import ModelConfig, Recipe
     from embedtrain.data.tokens import Layout
     from embedtrain.formats.model_files import ModelFiles
@@ -130,7 +131,10 @@ class LateInteraction(BackboneKind):
         from embedtrain.models.encoder import hidden_size
         from embedtrain.models.heads import build_heads
 
-        return TokenVectorHead(hidden_size(source.config), build_heads(source.vectors.dense))
+        dense = source.vectors.dense
+        adapters = [head.adapter for head in dense if head.adapter is not None]
+        keys = [key for adapter in adapters for key in (adapter.a, adapter.b)]
+        return TokenVectorHead(hidden_size(source.config), build_heads(dense), keys)
 
     def encoder(self, source: "ModelSource", model: "PreTrainedModel") -> "Encoder":
         """The model with the head."""
@@ -157,6 +161,22 @@ class LateInteraction(BackboneKind):
         from embedtrain.kinds.late_interaction.pages import locate_pages
 
         return locate_pages(source, list(shapes)), set()
+
+    def convert(self, source: "ModelSource", library: "PageLibrary") -> "ModelSource":
+        """See `convert_pages`."""
+        if _pages(source) is None:
+            return super().convert(source, library)
+        from embedtrain.kinds.late_interaction.pages import convert_pages
+
+        return convert_pages(source, library)
+
+    def conversion_notes(
+        self, source: "ModelSource", converted: "ModelSource", weights: "Mapping[str, Tensor]"
+    ) -> list[str]:
+        """See `page_conversion_notes`."""
+        from embedtrain.kinds.late_interaction.page_files import page_conversion_notes
+
+        return page_conversion_notes(source, converted, weights)
 
     def served_as(self, source: "ModelSource") -> str:
         """Few engines open a model over pages."""

@@ -6,6 +6,7 @@ cannot open.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from embedtrain.formats.sentence_transformers import (
     write_modules,
 )
 from embedtrain.formats.verify import PROBES
+from embedtrain.kinds.dense.vision import probe_items
 from embedtrain.kinds.late_interaction.model import TokenVectorLayout
 from embedtrain.kinds.late_interaction.page_files import (
     MASK,
@@ -53,6 +55,7 @@ from embedtrain.kinds.late_interaction.page_files import (
     page_shapes,
     page_usage,
     probe_pages,
+    short_probes,
     write_pages,
 )
 from embedtrain.kinds.late_interaction.pages import PageLayout, of_pages
@@ -126,13 +129,23 @@ class LateInteractionFiles(ModelFiles):
         """Of pages, with the names of the class."""
         return page_shapes(source) if of_pages(source) else super().stored_shapes(source)
 
-    def is_transformers(self, source: ModelSource) -> bool:
-        """It has no classes of colpali-engine."""
-        return not of_pages(source) or source.settings.writer.library is PageLibrary.transformers
+    def verified_texts(self, texts: list[str], tokenizer: TextTokenizer, prompts: Mapping[str, str]) -> list[str]:
+        """Of pages, those that are not cut: no processor cuts them."""
+        if not isinstance(tokenizer.layout, PageLayout):
+            return texts
+        kept = set(short_probes(tokenizer, prompts))
+        return [text for text in texts if not text or text in kept]
+
+    def probe_documents(self, tokenizer: TextTokenizer) -> AbstractContextManager[list[str]]:
+        """Drawn pages, of a model over pages."""
+        layout = tokenizer.layout
+        if not isinstance(layout, PageLayout):
+            return super().probe_documents(tokenizer)
+        return probe_items(layout, tokenizer.limit(TextRole.document), has_mixed=False)
 
     def is_sentence_transformers(self, source: ModelSource) -> bool:
-        """It opens classes of transformers."""
-        return self.is_transformers(source)
+        """It opens classes of transformers, not those of colpali-engine."""
+        return not of_pages(source) or source.settings.writer.library is PageLibrary.transformers
 
     def of_transformers(self, directory: Path, source: ModelSource) -> Tensor:
         """Of pages, by the class and its processor."""
@@ -188,6 +201,12 @@ class LateInteractionFiles(ModelFiles):
                 f"{source.settings.similarity.value}"
             )
         return torch.cat([torch.as_tensor(vectors).float().cpu() for vectors in (*queries, *documents)])
+
+    def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
+        """Which library has the class of a model over pages."""
+        facts = super().serving_facts(source, has_graph=has_graph)
+        is_engine = of_pages(source) and source.settings.writer.library is PageLibrary.colpali_engine
+        return facts | {"is_of_colpali_engine": is_engine}
 
     def serving_outputs(self, part: Part, source: ModelSource, way: str) -> ServingOutputs:
         """Vectors of the tokens of each text."""

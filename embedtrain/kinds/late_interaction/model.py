@@ -206,8 +206,14 @@ class TokenVectorHead(PooledHead):
 
     compares_tokens = True
 
-    def __init__(self, size: int, dense: Sequence[Dense]) -> None:
+    def __init__(self, size: int, dense: Sequence[Dense], merged_keys: Sequence[str] = ()) -> None:
         super().__init__(size, Pooling.cls, normalize=True, dense=dense)
+        self._merged_keys = merged_keys
+
+    @property
+    def merged_keys(self) -> Sequence[str]:
+        """Those of an adapter of the projection."""
+        return self._merged_keys
 
     def __call__(self, hidden: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
         """The vectors of the tokens that have one, [R, D].

@@ -43,7 +43,7 @@ class LateInteractionOptions(ModelConfig):
 # Options that a model over pages does not have: its processor decides, or transformers' class.
 _NOT_OF_PAGES = (
     "query_expansion", "expansion_length", "expansion_token", "attend_to_expansion_tokens", "skiplist_words",
-    "bidirectional", "rope_theta", "rope_scaling", "similarity",
+    "bidirectional", "rope_theta", "rope_scaling",
 )  # fmt: skip
 
 

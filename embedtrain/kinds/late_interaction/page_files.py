@@ -1,24 +1,29 @@
 """Model directories of late interaction over pages, which the class of one library opens.
 
 Those of transformers' classes are opened by sentence-transformers as well. Each is compared with the vectors of its
-class: those of colpali-engine where it is installed.
+class, one of colpali-engine with those of the class of transformers that it is derived from, and its projection.
 """
 
+import re
 from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModel
 
 from embedtrain.config.kind_settings import PageLibrary
+from embedtrain.data.images.processing import QwenPatches
 from embedtrain.data.images.settings import PROCESSOR_FILE
 from embedtrain.data.tokens import UNLIMITED, TextTokenizer
 from embedtrain.data.types import TextRole
 from embedtrain.errors import CheckpointError
+from embedtrain.formats.chat_template import ItemTemplate
 from embedtrain.formats.model_files import StoredName, comparison_block, python_block
 from embedtrain.formats.page_models import PageWriter, stored_names, write_page_config
 from embedtrain.formats.sentence_transformers import (
@@ -35,7 +40,9 @@ from embedtrain.formats.transformers import open_checked, open_tokenizer, resolv
 from embedtrain.formats.verify import PROBES
 from embedtrain.kinds.dense.vision import open_image_processor, open_parts, probe_items
 from embedtrain.kinds.late_interaction.pages import PageLayout, PageVectors
+from embedtrain.models.build import assemble_encoder, build_encoder, locate_weights
 from embedtrain.models.encoder import Encoder
+from embedtrain.models.stored_weights import read_tensor
 from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 
@@ -136,6 +143,8 @@ def short_probes(tokenizer: TextTokenizer, prompts: Mapping[str, str]) -> list[s
 def of_class(directory: Path, source: ModelSource, prompts: Mapping[str, str]) -> Tensor:
     """The vectors of `probe_pages` by transformers' class and its processor, one item at a time."""
     settings: PageVectors = source.settings
+    if settings.writer.library is PageLibrary.colpali_engine:
+        return _of_base_class(directory, source, prompts)
     model = open_checked(getattr(transformers, settings.writer.model_class), directory, source).eval()
     tokenizer = open_tokenizer(directory, source)
     stored = settings.vision.processor
@@ -156,6 +165,35 @@ def of_class(directory: Path, source: ModelSource, prompts: Mapping[str, str]) -
                 vectors = vectors[given["input_ids"][0] == source.config.image_token_id]
             rows.append(vectors)
     return torch.cat(rows).float()
+
+
+def _of_base_class(directory: Path, source: ModelSource, prompts: Mapping[str, str]) -> Tensor:
+    """The same of a class of colpali-engine: transformers' class computes positions, pictures and attention."""
+    model = AutoModel.from_config(source.config).eval()
+    located = locate_weights(source, {name: t.shape for name, t in build_encoder(source).state_dict().items()})
+    stored = {name: read_tensor(location).float() for name, location in (located or {}).items()}
+    model.load_state_dict({name: stored[f"backbone.{name}"] for name in model.state_dict()})
+    weight, bias = (stored[f"dense.0.linear.{name}"] for name in ("weight", "bias"))
+    tokenizer = open_tokenizer(directory, source)
+    layout = PageLayout(source, tokenizer)
+    own = TextTokenizer(tokenizer, resolve_max_length(source, tokenizer), layout)
+    image_processor, prompt, rows = open_image_processor(directory, source), prompts.get("query", ""), []
+    kept = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
+    with torch.no_grad(), probe_items(layout, own.limit(TextRole.document), has_mixed=False) as pages:
+        queries = [prompt + text for text in short_probes(own, prompts)]
+        for items, of_items, role in ((queries, prompt, TextRole.query), (pages, "", TextRole.document)):
+            tokens = own.tokens(items, None, of_items, role)
+            for row, item in enumerate(items):
+                ids = own.chunk(tokens, [row]).ids
+                given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                if role is TextRole.document:
+                    made = image_processor(open_parts(item), return_tensors="pt")
+                    given |= {name: made[name] for name in kept if name in made}
+                if isinstance(layout.processing, QwenPatches):
+                    given["mm_token_type_ids"] = (ids == source.config.image_token_id).long()
+                hidden = model(**given).last_hidden_state[0]
+                rows.append(F.normalize(F.linear(hidden, weight, bias), dim=-1))
+    return torch.cat(rows)
 
 
 def of_multi_vector_encoder(
@@ -182,3 +220,58 @@ def of_multi_vector_encoder(
             f"sentence-transformers opens {directory} with the similarity {similarity}, not {settings.similarity.value}"
         )
     return torch.cat([torch.as_tensor(vectors).float().cpu() for vectors in (*queries, *documents)])
+
+
+def page_conversion_notes(source: ModelSource, converted: ModelSource, weights: Mapping[str, Tensor]) -> list[str]:
+    """Lines for the user about what `convert_pages` changes: texts around items, positions, and vectors of probes."""
+    old, new, changes = source.settings, converted.settings, []
+    for name in ("query", "document", "page"):
+        before, after = (getattr(settings.texts, name) for settings in (old, new))
+        if before != after:
+            what = "a text as a document" if name == "document" else f"a {name}"
+            changes.append(f"around {what}: {' becomes '.join(map(_shown, (before, after)))}")
+    if old.vision.has_axes != new.vision.has_axes and isinstance(old.vision.processing, QwenPatches):
+        axes = ("of one axis, as in a text", "of three axes")
+        changes.append(f"positions in a page: {axes[old.vision.has_axes]} become {axes[new.vision.has_axes]}")
+    if not changes:
+        return [f"{new.writer.model_class} computes the same as {old.writer.model_class}"]
+    sides = []
+    for side in (source, converted):
+        encoder = assemble_encoder(side)
+        encoder.load_state_dict(dict(weights))
+        sides.append(_probe_rows(encoder.eval(), side))
+    lines = [f"{new.writer.model_class} computes other vectors than {old.writer.model_class}", *changes]
+    for role, before, after in zip(("queries", "pages"), *sides, strict=True):
+        cosines = torch.cat([_cosines(*rows) for rows in zip(before, after, strict=True)])
+        lines.append(
+            f"vectors of the same tokens of {len(before)} probe {role}: cosine {cosines.mean():.4f} in the mean, "
+            f"{cosines.min():.4f} at least"
+        )
+    return lines
+
+
+def _shown(around: ItemTemplate) -> str:
+    """What stands around an item, with a token that is repeated written once."""
+    end = re.sub(r"(<[^<>]+>)\1+", lambda found: f"{len(found[0]) // len(found[1])} x {found[1]}", around.end)
+    return f"{around.starts[0]!r} ... {end!r}"
+
+
+def _probe_rows(encoder: Encoder, source: ModelSource) -> list[list[tuple[list[int], Tensor]]]:
+    """The ids and the vectors [R, D] of the tokens of PROBES as queries, and of drawn pages."""
+    assert source.directory is not None
+    tokenizer = open_tokenizer(source.directory, source)
+    layout = PageLayout(source, tokenizer)
+    own = TextTokenizer(tokenizer, resolve_max_length(source, tokenizer), layout)
+    rows = []
+    with torch.no_grad(), probe_items(layout, own.limit(TextRole.document), has_mixed=False) as pages:
+        for items, role in ((short_probes(own, {}), TextRole.query), (pages, TextRole.document)):
+            tokens = own.tokens(items, None, "", role)
+            chunks = [own.chunk(tokens, [row]) for row in range(len(tokens))]
+            rows.append([(chunk.ids[0].tolist(), encoder(chunk)[0]) for chunk in chunks])
+    return rows
+
+
+def _cosines(before: tuple[list[int], Tensor], after: tuple[list[int], Tensor]) -> Tensor:
+    """Cosines [R] of the vectors of the tokens that both sides have, in order."""
+    blocks = SequenceMatcher(None, before[0], after[0], autojunk=False).get_matching_blocks()
+    return torch.cat([(before[1][i : i + n] * after[1][j : j + n]).sum(dim=1) for i, j, n in blocks])

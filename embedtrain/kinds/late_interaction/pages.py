@@ -11,19 +11,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from embedtrain.config.kind_settings import PageLibrary, TokenVectors
+from embedtrain.config.kind_settings import PageLibrary, TokenSimilarity, TokenVectors
 from embedtrain.config.kinds import Kind
 from embedtrain.config.validation import written
+from embedtrain.data.images.files import PICTURES
 from embedtrain.data.images.item import Picture
 from embedtrain.data.images.settings import PROCESSOR_FILE
 from embedtrain.data.types import NO_VECTOR, PICTURE, TextRole, Tokens
 from embedtrain.errors import ConfigError, DataError, ModelError
 from embedtrain.formats.chat_template import Piece
 from embedtrain.formats.page_models import (
+    TEXT_KEYS,
     PageTexts,
     PageWriter,
     backbone_config,
@@ -33,6 +34,8 @@ from embedtrain.formats.page_models import (
     writer_for,
     writer_of,
 )
+from embedtrain.formats.peft import open_adapter
+from embedtrain.formats.pylate import token_similarity
 from embedtrain.formats.sentence_transformers import (
     IDENTITY,
     SETTINGS,
@@ -49,7 +52,7 @@ from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import hidden_size
 from embedtrain.models.file_references import read_json
 from embedtrain.models.rope import num_positions
-from embedtrain.models.stored_weights import TensorLocation, stored_shape, stored_tensors
+from embedtrain.models.stored_weights import TensorLocation, read_tensor, stored_shape, stored_tensors
 from embedtrain.models.types import DenseSource, ModelSource, Tokenization, VectorSettings
 
 _LARGE = 8192  # pixels of a side, or tokens
@@ -94,6 +97,8 @@ def read_pages(kind: Kind, directory: Path, model: LateInteractionOptions) -> Mo
     outer = adapted_config(transformer, model)
     config = check_config(backbone_config(outer, writer, transformer), str(transformer))
     dense = _projection(transformer, writer, hidden_size(config), getattr(outer, "embedding_dim", writer.dimension))
+    if (adapter := open_adapter(model.lora)) is not None:
+        dense = replace(dense, adapter=adapter.of_head(writer.projection))
     if model.dimension not in (None, dense.num_out):
         raise ConfigError(
             f"model.dimension={model.dimension}: the projection in {transformer} has {dense.num_out} dimensions; "
@@ -108,7 +113,7 @@ def read_pages(kind: Kind, directory: Path, model: LateInteractionOptions) -> Mo
                 f"{config.image_token_id}"
             )
         only = bool(kept) if model.only_picture_vectors is None else model.only_picture_vectors
-        settings = replace(settings, only_pictures=only)
+        settings = replace(settings, only_pictures=only, similarity=model.similarity or modules.similarity)
     return ModelSource(
         kind=kind,
         settings=settings,
@@ -129,6 +134,7 @@ class _Modules:
     max_length: int | None
     kept_tokens: list[Any]
     prompts: dict[str, str]
+    similarity: TokenSimilarity
 
 
 def _read_modules(directory: Path) -> _Modules | None:
@@ -155,6 +161,7 @@ def _read_modules(directory: Path) -> _Modules | None:
         max_length=stored.get("max_seq_length"),
         kept_tokens=list(mask.get("keep_only_token_ids") or ()),
         prompts=prompts_of(settings, directory / SETTINGS),
+        similarity=token_similarity(directory / SETTINGS, settings),
     )
 
 
@@ -185,20 +192,50 @@ def new_pages(source: ModelSource, files: StoredModel, model: LateInteractionOpt
     )
 
 
+def convert_pages(source: ModelSource, library: PageLibrary) -> ModelSource:
+    """A model over pages as the class of another library computes it; a ConfigError if that has none for it."""
+    settings: PageVectors = source.settings
+    option = f"page_library={library.value}"
+    if settings.writer.library is library:
+        raise ConfigError(f"{option}: {source.directory} is {describe(settings.writer)} already; copy it instead")
+    writer = writer_for(source.config.model_type, library)
+    if writer is None:
+        raise ConfigError(f"{option}: it has no class over pages for {source.config.model_type}; keep the directory")
+    if writer.wrapper is None and source.dimension != writer.dimension:
+        raise ConfigError(
+            f"{option}: {describe(writer)} has vectors of {writer.dimension} dimensions, and those of "
+            f"{source.directory} have {source.dimension}; keep the directory"
+        )
+    lost = [name for name, text in source.prompts.items() if text] + ["only_picture_vectors"] * settings.only_pictures
+    if library is PageLibrary.colpali_engine and lost:
+        raise ConfigError(f"{option}: its directories have no place for {' and '.join(lost)}; keep the directory")
+    assert source.directory is not None
+    made = _settings(source.directory, source.config, writer, LateInteractionOptions(), is_own=False)
+    vision = replace(made.vision, frozen=settings.vision.frozen)
+    return replace(source, settings=replace(settings, vision=vision, writer=writer, texts=made.texts))
+
+
 def _settings(
-    directory: Path, config: PretrainedConfig, writer: PageWriter, model: LateInteractionOptions
+    directory: Path, config: PretrainedConfig, writer: PageWriter, model: LateInteractionOptions, *, is_own: bool = True
 ) -> PageVectors:
-    """How the files, and the class, read texts and pages."""
+    """How the files, and the class, read texts and pages; `is_own`: of the class that has written the files."""
     check_pages(model)
+    if writer.library is PageLibrary.colpali_engine and model.only_picture_vectors:
+        raise ConfigError(
+            "model.only_picture_vectors=true: colpali-engine has an argument for it (mask_non_image_embeddings), and "
+            "no place in a directory; leave it out, or write the model for transformers"
+        )
     processing, processor = read_processing(directory, config, model.image)
     path = directory / PROCESSOR_FILE
-    stored = read_json(path) if path.is_file() else {}
+    stored = read_json(path) if path.is_file() and is_own else {}
     tokenizer = read_tokenizer(directory, trust_remote_code=model.trust_remote_code)
     texts = writer.texts(stored, tokenizer, picture_token(tokenizer, config), directory)
     processor |= {"processor_class": writer.processor_class}
     if writer.library is PageLibrary.transformers:
         processor.pop("video_processor", None)
         processor |= writer.stored_texts(texts, tokenizer)
+    else:
+        processor = {name: value for name, value in processor.items() if name not in TEXT_KEYS}
     vision = VisionSettings(
         processing=processing,
         processor=processor,
@@ -214,6 +251,7 @@ def _settings(
         texts=texts,
         query_length=model.query_length,
         document_length=model.document_length,
+        similarity=model.similarity or TokenSimilarity.maxsim,
         only_pictures=bool(model.only_picture_vectors),
     )
 
@@ -278,10 +316,7 @@ def locate_pages(source: ModelSource, names: Sequence[str]) -> dict[str, TensorL
 def read_page_weights(source: ModelSource) -> tuple[dict[str, Tensor], set[str]]:
     """The weights of a backbone in a directory of pages, by the encoder's names, and the names that it lacks."""
     names = [name for name in build_encoder(source).state_dict() if name.startswith("backbone.")]
-    locations, weights = locate_pages(source, names), dict[str, Tensor]()
-    for name, location in locations.items():
-        with safe_open(location.path, framework="pt") as file:
-            weights[name] = file.get_tensor(location.key)
+    weights = {name: read_tensor(location) for name, location in locate_pages(source, names).items()}
     return weights, set(names) - set(weights)
 
 
@@ -318,8 +353,10 @@ class PageLayout(VisionLayout):
             return (texts.query if role is TextRole.query else texts.document).around(prompt, parts)
         if len(parts) > 1 or prompt:
             has = "a prompt" if prompt else "texts" if any(isinstance(part, str) for part in parts) else "others"
+            first = next(part for part in parts if isinstance(part, Picture))
             raise DataError(
-                f"an item has a picture beside {has}, and {self.settings.writer.model_class} reads a text or one page"
+                f"{PICTURES.place(first)}: stands beside {has} in one item, and {self.settings.writer.model_class} "
+                "reads a text or one page"
             )
         return texts.page.around("", parts)
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from tests.vision_language.models import save_vision_model
 from tests.vision_models import QWEN, randomise
@@ -67,11 +68,17 @@ def _save_of_transformers(architecture: str, base: Path, directory: Path, dimens
     torch.manual_seed(1)
     randomise(getattr(transformers, name + "ForRetrieval")(config)).save_pretrained(directory)
     options = {"image_seq_len": _TILE_TOKENS} if architecture == "modernvbert" else {}
-    processor_class, image_processor = getattr(transformers, name + "Processor"), AutoImageProcessor
+    processor_class, image_processor = getattr(transformers, name + "Processor"), _image_processor(architecture, base)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    processor_class(image_processor.from_pretrained(base), tokenizer, **options).save_pretrained(directory)
+    processor_class(image_processor, tokenizer, **options).save_pretrained(directory)
     AutoTokenizer.from_pretrained(base).save_pretrained(directory)  # ColPali's adds tokens that real vocabularies have
     return directory
+
+
+def _image_processor(architecture: str, directory: Path) -> Any:
+    """Version 5.17 opens none of pictures in tiles by the general name without torchvision."""
+    image_class = Idefics3ImageProcessorPil if architecture in ("idefics3", "modernvbert") else AutoImageProcessor
+    return image_class.from_pretrained(directory)
 
 
 def _save_of_engine(architecture: str, base: Path, directory: Path, dimension: int) -> Path:
@@ -182,7 +189,12 @@ def late_oracle(writer: str, directory: Path) -> LateOracle:
 def _oracle_of_transformers(directory: Path) -> LateOracle:
     name = json.loads((directory / "config.json").read_text())["architectures"][0]
     model = getattr(transformers, name).from_pretrained(directory).eval()
-    processor = getattr(transformers, name.removesuffix("ForRetrieval") + "Processor").from_pretrained(directory)
+    architecture, options = model.config.vlm_config.model_type, {"image_seq_len": _TILE_TOKENS}
+    processor = getattr(transformers, name.removesuffix("ForRetrieval") + "Processor")(
+        _image_processor(architecture, directory),
+        AutoTokenizer.from_pretrained(directory),
+        **(options if architecture == "modernvbert" else {}),
+    )
 
     def inputs(role: str, item: "str | Image") -> dict[str, Any]:
         """Texts are queries, also as documents: the processor has no other way."""
@@ -243,7 +255,7 @@ def _engine_pages(
     architecture: str, directory: Path, tokenizer: PreTrainedTokenizerBase, image_id: int
 ) -> "Callable[[Image], dict[str, Any]]":
     """The inputs of a page: the processor of transformers, which for Qwen needs torchvision, or what it writes."""
-    image_processor, text = AutoImageProcessor.from_pretrained(directory), _ENGINE_PAGES[architecture]
+    image_processor, text = _image_processor(architecture, directory), _ENGINE_PAGES[architecture]
     if architecture in QWEN:
 
         def page(image: "Image") -> dict[str, Any]:

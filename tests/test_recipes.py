@@ -35,6 +35,7 @@ from tests.small import (
 )
 from tests.token_rerankers import save_causal
 from tests.vision_language.models import save_vision_model
+from tests.vision_language.rerankers import save_vision_reranker
 
 PATHS = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 MODELS = {
@@ -49,6 +50,7 @@ LATE_INTERACTION = {"modern_colbert": "modernbert", "colbert_xlmr": "xlm-roberta
 M3 = {"bge_m3": "xlm-roberta"}
 SPARSE = {"splade": "bert", "splade_doc": "distilbert"}
 IMAGE_TEXT = {"clip": "clip", "siglip2": "siglip"}
+VISION_RERANKERS = {"qwen3_vl_reranker": "qwen3_vl"}
 VISION_LANGUAGE = {"qwen3_vl_embedding": "qwen3_vl", "gme": "qwen2_vl", "vlm2vec": "qwen2_vl"}
 PAGES = {"colqwen2_5": "qwen2_5_vl", "colqwen3": "qwen3_vl", "colsmol": "idefics3", "colmodernvbert": "modernvbert"}
 # Their published sizes, for no configuration can be fetched here.
@@ -128,7 +130,8 @@ def test_the_first_line_is_the_command(name):
 
 
 @pytest.mark.parametrize(
-    "name", [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE, *PAGES]
+    "name",
+    [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE, *VISION_RERANKERS, *PAGES],
 )
 def test_the_sources_of_values_are_named(name):
     text = " ".join(header(name)[1:])
@@ -158,7 +161,7 @@ def test_every_recipe_has_a_run():
     # `make demo` and its own tests run the quickstart, tests/test_demo_reranker.py the reranker of its data, and
     # tests/image_text/test_quickstart.py that of pictures.
     quickstarts = {"quickstart", "quickstart_reranker", "quickstart_colbert", "quickstart_images"}
-    others = {*LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE, *PAGES, *quickstarts}
+    others = {*LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT, *VISION_LANGUAGE, *PAGES, *VISION_RERANKERS, *quickstarts}
     assert set(PATHS) == {*MODELS, *RERANKERS, *others}
 
 
@@ -198,9 +201,10 @@ def test_instructions_are_those_of_the_model_cards(name, before):
     assert (recipe.model.pooling, recipe.model.append_eos) == (Pooling.last, True)
 
 
-def test_the_reranker_of_qwen3_has_its_instruction():
+@pytest.mark.parametrize("name", ["qwen3_reranker", "qwen3_vl_reranker"])
+def test_the_rerankers_of_qwen3_have_their_instruction(name):
     """Rows replace the instruction of the template in its own words."""
-    recipe = compose_named("qwen3_reranker", "data.train=[my.jsonl]")
+    recipe = compose_named(name, "data.train=[my.jsonl]")
     template = PAIR_TEMPLATES[recipe.model.pair_template]
     assert recipe.data.instruction_format == template.instruction_format
 
@@ -356,6 +360,26 @@ def test_a_small_vision_language_model_trains(ranks, tmp_path, name):
     assert source.prompts["query"] == (recipe.model.query_prompt or "")
     start, _, _ = recipe.model.item_template.partition("{item}")
     assert source.settings.template.starts[0] == start.replace("{prompt}", "")
+
+
+@pytest.mark.parametrize("name", slow_but(set(), VISION_RERANKERS))
+def test_a_small_vision_language_reranker_trains(ranks, tmp_path, name):
+    """As it is, bf16 and strategy auto included, but for the sizes of model, pictures and batch."""
+    model = save_vision_reranker(VISION_RERANKERS[name], tmp_path, scorer=False)
+    rows = [{"query": text(i, 2), "pos": [row_value(tmp_path, i)], "neg": [text(i + 4, 5)]} for i in range(16)]
+    rows[0]["prompt"] = "Find a picture."
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        f"recipe={name}", f"model.path={model}", f"data.train=[{tmp_path / 'train.jsonl'}]", "parallel.precision=bf16",
+        "model.max_length=500", "model.image.min_pixels=128", "model.image.max_pixels=1024", "train.epochs=null",
+        "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=1000", "optim.warmup=0", "checkpoint.every=2",
+        f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    ranks(2, run_without_base, *arguments)
+    source = open_model_source(model_options("cross_encoder", path=str(tmp_path / "run" / "model")))
+    assert "".join(source.settings.template.prefix) + source.prompts["query"] == (
+        PAIR_TEMPLATES["qwen3_vl"].prefix[0] + PAIR_TEMPLATES["qwen3_vl"].prompts["query"]
+    )
 
 
 def run_recipe(world: World, name: str, folder: Path, model: Path) -> None:

@@ -88,14 +88,15 @@ class PairTemplate:
 
 PLAIN_INSTRUCTION = "{instruction}{text}"  # of a chat template whose system message is the whole prompt
 _CHAT_END = "<|im_end|>\n<|im_start|>assistant\n"
+_JUDGE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
 # Qwen3-Reranker: its model card. bge-reranker-v2-gemma: FlagEmbedding 1.4, inference/reranker/decoder_only/base.py.
-# mxbai-rerank-base-v2 and -large-v2: mxbai-rerank 0.1, mxbai_rerank_v2.py.
+# mxbai-rerank-base-v2 and -large-v2: mxbai-rerank 0.1, mxbai_rerank_v2.py. Qwen3-VL-Reranker: its model's card.
 PAIR_TEMPLATES = {
     "qwen3": PairTemplate(
-        prefix=(
-            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-            'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
-        ),
+        prefix=(_JUDGE,),
         query=("", "\n"),
         suffix=(f"{_CHAT_END}<think>\n\n</think>\n\n",),
         special_tokens=False,
@@ -105,6 +106,17 @@ PAIR_TEMPLATES = {
             "document": "<Document>: ",
         },
         instruction_format="<Instruct>: {instruction}\n<Query>: {text}",
+    ),
+    "qwen3_vl": PairTemplate(
+        prefix=(_JUDGE,),
+        query=("", "\n"),
+        suffix=(_CHAT_END,),
+        special_tokens=False,
+        prompts={
+            "query": "<Instruct>: Given a search query, retrieve relevant candidates that answer the query.<Query>:",
+            "document": "<Document>:",
+        },
+        instruction_format="<Instruct>: {instruction}<Query>:{text}",
     ),
     "gemma": PairTemplate(
         between=("\n",),
@@ -138,9 +150,14 @@ PAIR_TEMPLATES = {
     ),
 }
 # The tokens whose logits are the score: that of the first, minus that of the second if there is one.
-SCORE_TOKENS = {"qwen3": ("yes", "no"), "gemma": ("Yes",), "mxbai": ("1", "0")}
+SCORE_TOKENS = {"qwen3": ("yes", "no"), "qwen3_vl": ("yes", "no"), "gemma": ("Yes",), "mxbai": ("1", "0")}
 TEMPLATE_PARTS = ("prefix", "query", "document", "suffix")
-_NAMES = {"qwen3": r"qwen3-reranker-", "gemma": r"bge-reranker-v2-gemma", "mxbai": r"mxbai-rerank-(base|large)-v2"}
+_NAMES = {
+    "qwen3": r"qwen3-reranker-",
+    "qwen3_vl": r"qwen3-vl-reranker-",
+    "gemma": r"bge-reranker-v2-gemma",
+    "mxbai": r"mxbai-rerank-(base|large)-v2",
+}
 
 
 def pair_template(value: Any) -> PairTemplate | None:

@@ -247,6 +247,12 @@ class Layout:
         counts = np.array([lengths[prompt] for prompt in prompts_of_texts], dtype=np.int64)
         return Tokens.with_unpooled(tokens.ids, tokens.lengths, np.minimum(counts, tokens.lengths - 1))
 
+    def check_rows(self, tokens: Tokens, num_documents: NDArray[np.int64], max_length: int) -> None:
+        """Raise a DataError if the cached tokens of rows, a query and `num_documents` each, cannot be encoded.
+
+        Called for items with pictures before anything is encoded.
+        """
+
     def lay_out(self, tokens: Tokens, are_queries: NDArray[np.bool_]) -> Tokens:
         """What the encoder gets of cached tokens, with all flags; `are_queries` is bool [N]."""
         return tokens

@@ -33,7 +33,7 @@ _PROBED_INSTRUCTIONS = ("Find it.", "用于 1?")
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "item.type", "message.content[")
 # Of rendering all pairs; of the text of a pair, and of all texts that are tokenized to find where it can be cut.
 _RENDER_SECONDS, _MAX_CHARACTERS, _MAX_TOKENIZED = 10, 1 << 14, 5_000_000
-_SET_ITEM_TEMPLATE = "set model.item_template"
+_SET_ITEM_TEMPLATE, _SET_PAIR_TEMPLATE = "set model.item_template", "set model.pair_template"
 _CUT_TEXT = "its chat template joins texts and what surrounds them into other tokens than ours"
 
 # Items by whose texts what a template writes around them is found: a text, a picture, both. The others have to agree.
@@ -56,6 +56,12 @@ _PREFIX = (
     "{% if found.pictures == pictures %}{{ found.prompt }}{% endif %}{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% if pictures == 0 %}END{% endif %}"
     "{% endif %}{% endfor %}"
+)
+
+# The content of a message of a pair, a text or a list of parts; the word in capitals is replaced.
+_SHOWN = (
+    "{% macro shown(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{% if part.type == 'image' %}PICTURE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
 )
 
 _Render = Callable[[str, str, str | None], str]  # query, document and system message to the text of a pair
@@ -312,29 +318,94 @@ def renders_as(
     return True
 
 
+def read_pair_picture(
+    tokenizer: PreTrainedTokenizerBase, where: str, picture_token: str, options: Mapping[str, Any]
+) -> str:
+    """What a tokenizer's chat template of pairs writes for a picture, with `picture_token` once.
+
+    A ModelError if it cannot render pictures among the texts of pairs, or writes them elsewhere.
+    """
+    query, document = ("\ue004",), ("\ue005",)
+
+    def render(first: Sequence[str | None], second: Sequence[str | None]) -> str:
+        messages = [
+            {
+                "role": role,
+                "content": [{"type": "image"} if part is None else {"type": "text", "text": part} for part in item],
+            }
+            for role, item in (("query", first), ("document", second))
+        ]
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        if len(text) > _MAX_CHARACTERS:
+            raise ValueError(f"{len(text):,} characters for a short pair; at most {_MAX_CHARACTERS:,} are allowed")
+        return text
+
+    def render_all() -> list[Any] | str:
+        """A pair of texts, and pairs whose query, or whose document, is each of the items; or what is wrong."""
+        try:
+            pairs = [(render(item, document), render(query, item)) for item in _ITEMS]
+            return [render(query, document), pairs]
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise anything
+            return one_line(error)
+
+    try:
+        rendered = run_bounded(render_all, _RENDER_SECONDS)
+    except BoundExceeded as error:
+        raise ModelError(f"{where}: rendering its chat template {error}; {_SET_PAIR_TEMPLATE}") from None
+    if isinstance(rendered, str):
+        raise ModelError(f"{where}: its chat template cannot render a picture of a pair ({rendered})")
+    plain, pairs = rendered
+    alone = dict(zip(_ITEMS, pairs, strict=True))[_PICTURE][0]
+    start, _, end = plain.partition(query[0])
+    picture: str = alone.removeprefix(start).removesuffix(end)
+    for item, texts in zip(_ITEMS, pairs, strict=True):
+        written = "".join(picture if part is None else part for part in item)
+        if list(texts) != [plain.replace(role, written) for role in (*query, *document)]:
+            raise ModelError(
+                f"{where}: its chat template writes pictures of a pair elsewhere than between its texts; "
+                f"{_SET_PAIR_TEMPLATE}"
+            )
+    if picture.count(picture_token) != 1:
+        raise ModelError(f"{where}: its chat template writes {picture!r:.60} for a picture, not {picture_token} once")
+    return picture
+
+
 def write_chat_template(
     template: PairTemplate,
     prompts: Mapping[str, str],
     tokenizer: PreTrainedTokenizerBase,
     special: tuple[Sequence[str], Sequence[str]],
+    picture: str | None = None,
 ) -> str | None:
     """A chat template that renders pairs with these prompts; None if it would give other tokens.
 
     A system message replaces the instruction within the query's prompt, or else the whole prompt. `special` are the
-    special tokens at the beginning and at the end of a pair.
+    special tokens at the beginning and at the end of a pair. With `picture`, what stands for one, contents may be lists
+    of texts and pictures.
     """
     prompt, instruction_format = prompts.get("query", ""), template.instruction_format or PLAIN_INSTRUCTION
     before, after = instruction_format.removesuffix("{text}").split("{instruction}")
     if not (prompt.startswith(before) and prompt.endswith(after) and len(prompt) >= len(before + after)):
         before = after = ""
     default = json.dumps(prompt[len(before) : len(prompt) - len(after)], ensure_ascii=False)
+    contents = [f"{{{{ {_content('system')} | default({default}) }}}}"]
+    contents += [f"{{{{ {_content(role)} }}}}" for role in ("query", "document")]
+    shown = ""
+    if picture is not None:
+        shown = _SHOWN.replace("PICTURE", _literal(picture))
+        contents = [f"{{{{ shown({_content(role)}) }}}}" for role in ("system", "query", "document")]
+        has_system = f"{{% if {_content('system')} is defined %}}"
+        contents[0] = f"{has_system}{contents[0]}{{% else %}}{{{{ {default} }}}}{{% endif %}}"
     parts = (
+        shown,
         _literal("".join((*special[0], *template.prefix, template.query[0], before))),
-        f"{{{{ {_content('system')} | default({default}) }}}}",
+        contents[0],
         _literal(after),
-        f"{{{{ {_content('query')} }}}}",
+        contents[1],
         _literal("".join((template.query[1], *template.between, template.document[0], prompts.get("document", "")))),
-        f"{{{{ {_content('document')} }}}}",
+        contents[2],
         _literal("".join((template.document[1], *template.suffix, *special[1]))),
     )
     rendered = copy.deepcopy(tokenizer)
@@ -345,7 +416,10 @@ def write_chat_template(
         suffix=(*template.suffix, *special[1]),
         instruction_format=f"{before}{{instruction}}{after}{{text}}",
     )
-    same = renders_as(complete, prompts, rendered, _renderer(rendered, "the export", False, {}))
+    same = all(
+        renders_as(complete, prompts, rendered, _renderer(rendered, "the export", structured, {}))
+        for structured in (False, *([] if picture is None else [True]))
+    )
     return rendered.chat_template if same else None
 
 

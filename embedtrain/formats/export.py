@@ -27,7 +27,7 @@ from embedtrain.config.recipe import (
     ExportDtype,
 )
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.errors import CheckpointError, EmbedtrainError, ModelError
+from embedtrain.errors import CheckpointError, ConfigError, EmbedtrainError, ModelError
 from embedtrain.formats.export_record import export_lock, replace_export, require_only_export, write_record
 from embedtrain.formats.hub import split_revision
 from embedtrain.formats.model_card import UNNAMED, card_header, description, hub_id
@@ -104,7 +104,7 @@ class ModelExport:
     plan: WeightPlan  # the same in every process
     dtype: torch.dtype
     config: ExportConfig
-    base: ModelSource | None = None  # the model that was trained, whose vocabulary head the format `logit_score` needs
+    base: ModelSource | None = None  # the model that was trained, whose vocabulary head some exports need
     adapter: AdapterBase | None = None  # written on its own as well
     matryoshka_dims: frozenset[int] = frozenset()  # the first dimensions on which the model was trained as well
     tasks: tuple[TaskAdapter, ...] = ()  # the weights are those of the base model of these adapters
@@ -135,7 +135,8 @@ class ModelExport:
         Raises CheckpointError if a weight exceeds the range of the type in which it is stored.
         """
         pooler = pooler_rows(self.architecture) if main else ()
-        planned = (item for item in itertools.chain(weights, pooler) if item[0] in self.plan.locations)
+        further = () if self.base is None or not main else self.base.kind.files.further_rows(self.base)
+        planned = (item for item in itertools.chain(weights, pooler, further) if item[0] in self.plan.locations)
         write_weights(self.unfinished, self.plan, planned, writes_header=main)
 
     def finish(
@@ -244,13 +245,16 @@ def plan_export(
 ) -> ModelExport:
     """An export of the weights, with the adapter on its own if `export.formats` requests it.
 
-    `base` is the model that was trained, whose vocabulary head the format `logit_score` needs.
+    `base` is the model that was trained, whose vocabulary head the format `logit_score` needs, or the weights that a
+    directory has besides those of the encoder: a ConfigError if it needs them without `base`.
 
     `unfinished` is the scratch folder that `export_lock` yields, the same in every process.
 
     Raises CheckpointError if files of the architecture are damaged.
     """
     adapter_specs = weights.adapter if ADAPTER in config.formats else {}
+    if base is None and kind_of_files(architecture)[0].files.further_specs(architecture):
+        raise ConfigError(f"{architecture}: its export needs the vocabulary head of one model that was trained")
     try:
         plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
     except ModelError as error:

@@ -4,7 +4,7 @@ N: texts; L: tokens of a padded text; H: hidden size; D: dimensions of a vector;
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedTokenizerBase
 
+from embedtrain.checkpoint.tensor_files import TensorSpec
 from embedtrain.config.recipe import LOGIT_SCORE, ExportConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Chunk
@@ -151,6 +152,14 @@ class ModelFiles(ABC):
         prefix, file = f"{POOLING_MODULE}.", f"{POOLING_FOLDER}/model.safetensors"
         stored |= {n: StoredName(n.removeprefix(prefix), file) for n in names if n.startswith(prefix)}
         return stored
+
+    def further_specs(self, architecture: Path) -> dict[str, TensorSpec]:
+        """Weights that a directory has besides those of the encoder, by names of `stored_names`; none by default."""
+        return {}
+
+    def further_rows(self, base: ModelSource) -> Iterator[tuple[str, int, Tensor]]:
+        """Their rows, with the number of the first one, from the model that was trained."""
+        return iter(())
 
     def stored_shapes(self, source: ModelSource) -> dict[Path, dict[str, list[int]]]:
         """Of each folder of a directory with weights, their names and shapes by its configuration."""
@@ -319,7 +328,7 @@ class ModelFiles(ABC):
         (output,) = outputs
         return output
 
-    def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
+    def serving_facts(self, source: ModelSource, *, has_graph: bool) -> Mapping[str, Any]:
         """Traits and other facts that `serving_engines.yaml` refers to, of this kind of model only."""
         return {}
 

@@ -131,7 +131,7 @@ def plan_weights(
     """
     files = kind_of_files(architecture)[0].files
     pooler = {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
-    specs = pooler | dict(specs)
+    specs = pooler | files.further_specs(architecture) | dict(specs)
     names = files.stored_names(specs, architecture)
     converted = {name: _convert(specs[name], torch.float32 if names[name].is_float32 else dtype) for name in names}
     # Of the backbone or classifier; other modules have files of their own.

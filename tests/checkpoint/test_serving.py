@@ -188,7 +188,7 @@ def test_rules_name_facts_and_kinds_that_models_have():
     known = {kind.name: set(with_traits().facts) for kind in kinds()}
     known["sparse"] |= {"has_static_queries", "has_other_words"}
     known["late_interaction"] |= {"is_of_colpali_engine"}
-    known["vision_language"] = known["dense"]  # of which it is one
+    known["vision_language"], known["vision_reranker"] = known["dense"], known["cross_encoder"]  # of which they are one
     known |= dict.fromkeys(("pages_of_transformers", "pages_of_colpali_engine"), known["late_interaction"])
 
     def conditions(rules: Any) -> Iterator[dict[str, Any]]:

@@ -158,8 +158,9 @@ def export_checkpoint(
         require_graph(source)
     if ADAPTER in config.formats:
         source.kind.check_other_options(replace(recipe, export=config))
-    if LOGIT_SCORE in config.formats:
+    if LOGIT_SCORE in config.formats or source.kind.files.further_specs(run_dir.architecture):
         base = open_model_source(recipe.model)
+    if base is not None and LOGIT_SCORE in config.formats:
         base.kind.files.require_logit_score(base, run_dir.architecture)
     reference: ExportReference | None = None
     if run.kind == AVERAGE:

@@ -98,13 +98,15 @@ def _as_tokens(
     role = TextRole.query if text is query else TextRole.document
     bound, layout = tokenizer.bound, tokenizer.bound.layout
     tokens = bound.tokens([text.text], tokenizer.limit(text_format, of_queries=text is query), role=role)
+    num_pair_tokens = None if text is query else layout.num_pair_tokens
+    if num_pair_tokens is not None:
+        of_query = bound.tokens([query.text], tokenizer.limit(text_format, of_queries=True))
+        tokens = layout.join(of_query, tokens, bound.max_length)
     if len(tokens.slots()):
         return replace(text, text=_decoded(tokens, layout, role), num_tokens=int(tokenizer.lengths(tokens)[0]))
     num_untruncated = len(tokenizer.ids([text.text], role)[0])
-    if layout.num_pair_tokens is not None and text is not query:
-        of_query = bound.tokens([query.text], tokenizer.limit(text_format, of_queries=True))
-        tokens = layout.join(of_query, tokens, bound.max_length)
-        num_untruncated += len(tokenizer.ids([query.text])[0]) + layout.num_pair_tokens
+    if num_pair_tokens is not None:
+        num_untruncated += len(tokenizer.ids([query.text])[0]) + num_pair_tokens
     num_vectors = int(layout.num_vectors(tokens)[0]) if layout.has_skip_list else None
     return replace(
         text,

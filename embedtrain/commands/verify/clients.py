@@ -208,10 +208,12 @@ def sentence_transformers(given: Given) -> Output:
     return output
 
 
-def message_ids(given: Given, tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text as a message of the chat template; it is cut before what stands behind it."""
+def message_ids(given: Given, tokenizer: Any, *texts: str) -> list[int]:
+    """The ids of a text, or of a pair, as messages of the chat template; the last one is cut before what follows it."""
     settings = read(given, "sentence_bert_config.json").get("processing_kwargs", {})
-    messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    roles, text = ["user"] if len(texts) == 1 else ["query", "document"], texts[-1]
+    contents = [[{"type": "text", "text": each}] for each in texts]
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, **settings.get("chat_template", {}))
     is_special = not (tokenizer.bos_token and rendered.startswith(tokenizer.bos_token))
     ids: list[int] = tokenizer(rendered, add_special_tokens=is_special, truncation=False)["input_ids"]
@@ -220,6 +222,24 @@ def message_ids(given: Given, tokenizer: Any, text: str) -> list[int]:
     after = len(end) + has_last
     excess = max(0, len(ids) - tokenizer.model_max_length)
     return ids[: len(ids) - after - excess] + ids[len(ids) - after :]
+
+
+def answer_scores(given: Given) -> list[float]:
+    """Scores of pairs by a vision-language model of transformers: the logit of a token, minus that of another one."""
+    import torch
+    import transformers
+
+    tokens, rows = read(given, "1_LogitScore/config.json"), []
+    first, second = tokens["true_token_id"], tokens["false_token_id"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(given["model"], local_files_only=True)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        given["model"], local_files_only=True, torch_dtype=torch.float32
+    )
+    with torch.no_grad():
+        for pair in given["pairs"]:
+            logits = model.eval()(input_ids=torch.tensor([message_ids(given, tokenizer, *pair)])).logits[0, -1].tolist()
+            rows.append(logits[first] - (0.0 if second is None else logits[second]))
+    return rows
 
 
 def transformers(given: Given) -> Output:
@@ -264,6 +284,10 @@ def transformers(given: Given) -> Output:
         return {"version": transformers.__version__, **computed}
     auto, part, way = transformers.AutoModel, "vectors", "text"
     texts = [[text] for text in given.get("texts", ())]
+    # Of a vision-language model, whose processor gives texts without pictures to the tokenizer.
+    is_message = all((directory / name).is_file() for name in ("chat_template.jinja", "processor_config.json"))
+    if "scores" in outputs and is_message:
+        return {"version": transformers.__version__, "scores": {"logits": answer_scores(given)}}
     if "scores" in outputs:
         auto, part, way = transformers.AutoModelForSequenceClassification, "scores", "logits"
         texts = given["formatted_pairs"]
@@ -280,8 +304,6 @@ def transformers(given: Given) -> Output:
             inputs = tokenizer(*each, truncation=True, padding=padding, return_tensors="pt")
             pooled = model.get_text_features(**inputs).pooler_output[0]
             rows.append((torch.nn.functional.normalize(pooled, dim=0) if is_normalized(given) else pooled).tolist())
-        # Of a vision-language model, whose processor gives a text alone to the tokenizer.
-        is_message = all((directory / name).is_file() for name in ("chat_template.jinja", "processor_config.json"))
         for each in texts if not rows else ():
             if is_message:
                 output = model(input_ids=torch.tensor([message_ids(given, tokenizer, each[0])]))
@@ -290,8 +312,7 @@ def transformers(given: Given) -> Output:
             if part == "scores":
                 rows.append(output.logits.item())
             else:
-                is_vector = part == "vectors"
-                rows.append(vector(output.last_hidden_state[0]) if is_vector else weights_of(output.logits[0]))
+                rows.append(vector(output.last_hidden_state[0]) if part == "vectors" else weights_of(output.logits[0]))
     return {"version": transformers.__version__, part: {way: rows}}
 
 

@@ -162,7 +162,7 @@ def _scored(directory: Path, world: World) -> Probe:
     assert source is not None
     model, files = load_reranker(source, config, Precision.fp32, world), source.kind.files
     compared = files.compared(model.tokenizer, source.prompts)
-    rows = range(len(PROBES)) if compared is None else compared.nonzero().flatten().tolist()
+    rows = range(len(PROBES)) if compared is None else compared[: len(PROBES)].nonzero().flatten().tolist()
     if not rows:
         raise ModelError(f"{directory}: no pair of the probe texts fits into the model's maximum length")
     plain, whole = list(zip(PROBES, (*PROBES[1:], PROBES[0]), strict=True)), files.probe_texts(source)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import (
@@ -81,7 +82,8 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_f
     with ExitStack() as stack:
         files = {name: stack.enter_context((path / name).open("wb")) for name in names}
         for number in batches:
-            texts = distinct.numbers(list(_texts(rows.batch(number), text_format, tokenizer)))
+            batch = rows.batch(number)
+            texts = distinct.numbers(list(_texts(batch, text_format, tokenizer)))
             lengths = distinct.lengths[texts]
             arrays = {
                 "values.bin": gather_ranges(distinct.values, distinct.offsets[:-1][texts], lengths),
@@ -90,6 +92,9 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_f
                 UNPOOLED: distinct.unpooled[texts].astype(np.int32),
                 FLAGS: gather_ranges(distinct.flags, distinct.offsets[:-1][texts], lengths),
             }
+            if FLAGS in files:
+                tokens = Tokens(arrays["values.bin"].astype(np.int32), arrays[FLAGS], lengths.astype(np.int64))
+                tokenizer.layout.check_rows(tokens, _num_documents(batch), tokenizer.max_length)
             for name, file in files.items():
                 file.write(arrays[name].data.cast("B"))
 
@@ -132,6 +137,16 @@ def _texts(
             yield text, options
         for text in negatives:
             yield text, options
+
+
+def _num_documents(batch: pa.RecordBatch) -> NDArray[np.int64]:
+    """Documents of each row of a batch."""
+    positives, negatives = (
+        pc.list_value_length(batch.column(name)).to_numpy(zero_copy_only=False).astype(np.int64)
+        for name in ("positives", "negatives")
+    )
+    total: NDArray[np.int64] = positives + negatives
+    return total
 
 
 class _DistinctTexts:

@@ -113,7 +113,8 @@ def open_reranker(reranker: RerankerConfig | None, world: World, *, trust_remote
             raise ConfigError(
                 f"reranker={reranker.path}: it has no weights of a head that scores pairs; write a finished "
                 "cross-encoder, such as a ...ForSequenceClassification with num_labels 1, or a late-interaction model; "
-                "or set reranker.pair_template to qwen3, gemma or mxbai for a language model that answers yes or no"
+                "or set reranker.pair_template to qwen3, qwen3_vl, gemma or mxbai for a language model that answers "
+                "yes or no"
             )
         if reranker.document_windows and not source.kind.scores_pairs:
             directory = resolve_directory(

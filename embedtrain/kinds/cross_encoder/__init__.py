@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from embedtrain.config.kinds import Kind
 from embedtrain.config.losses import SCORE_LOSSES
+from embedtrain.config.recipe import ADAPTER
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 from embedtrain.kinds.cross_encoder.options import CrossEncoderOptions, check_cross_encoder
@@ -41,6 +42,7 @@ class CrossEncoder(Kind):
     command_options = ("pair_template", "score_tokens", "score_labels")
     reranks = True
     backbone_options = ("pooling",)
+    has_vision = True
 
     def dimension(self, source: "ModelSource") -> int:
         """That of a score."""
@@ -50,17 +52,38 @@ class CrossEncoder(Kind):
         """The head, and the token that it reads."""
         from embedtrain.models.pooling import describe_pooling
 
+        if source.settings.vision is not None:
+            frozen = ", vision tower frozen" * source.settings.vision.frozen
+            return f"texts and pictures{frozen}, the score of a token on the {describe_pooling(source.vectors.pooling)}"
         kind = "a new score head" if source.settings.is_new else "a score head"
         head = "the score of a token" if source.settings.tokens else kind
         return f"{head} on the {describe_pooling(source.vectors.pooling)}"
 
     def notes(self, source: "ModelSource") -> list[str]:
-        """About the template of pairs, and the directory that a new head is added to."""
-        return [source.settings.note] if source.settings.note else []
+        """About the template of pairs, the directory that a new head is added to, and what an export needs."""
+        notes = [source.settings.note] if source.settings.note else []
+        missing = " and ".join(self.files.missing_packages(source))
+        note = f"sentence-transformers opens such a model only with {missing}: exports are not compared with it"
+        return [*notes, note] if missing else notes
 
     def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
         """What follows the score, and what surrounds the texts of a pair."""
-        return {"activation of scores": source.settings.activation, "template of pairs": source.settings.template}
+        settings = source.settings
+        pictures = {} if settings.vision is None else {"image processing": settings.vision.processing.digest}
+        return {"activation of scores": settings.activation, "template of pairs": settings.template} | pictures
+
+    def served_as(self, source: "ModelSource") -> str:
+        """A vision-language model is one of few that engines open as such."""
+        return self.name if source.settings.vision is None else "vision_reranker"
+
+    def identity(self, source: "ModelSource") -> dict[str, Any]:
+        """How pictures are read, and by which library."""
+        from embedtrain.data.images.files import image_identity
+
+        vision = source.settings.vision
+        if vision is None:
+            return {}
+        return {"vision": [vision.processing.digest, vision.template.picture, image_identity()]}
 
     def ends_texts(self, source: "ModelSource") -> bool:
         """A template may already end pairs."""
@@ -68,10 +91,14 @@ class CrossEncoder(Kind):
         return template is None or bool(template.special_tokens)
 
     def layout(self, source: "ModelSource", tokenizer: "PreTrainedTokenizerBase") -> "Layout":
-        """Pairs of a query and a document."""
+        """Pairs of a query and a document, which a vision-language model reads with their pictures."""
         from embedtrain.kinds.cross_encoder.model import PairLayout, read_pair_format
+        from embedtrain.kinds.cross_encoder.vision import vision_pairs
 
-        return PairLayout(tokenizer, read_pair_format(source, tokenizer))
+        pair_format = read_pair_format(source, tokenizer)
+        if source.settings.vision is not None:
+            return vision_pairs(source, tokenizer, pair_format)
+        return PairLayout(tokenizer, pair_format)
 
     def check_options(self, model: CrossEncoderOptions) -> None:
         """Values and combinations."""
@@ -90,6 +117,14 @@ class CrossEncoder(Kind):
             "function",
             "is called with an encoder of texts, but model.kind=cross_encoder encodes only pairs; leave it out",
         )
+
+    def check_recipe(self, recipe: "Recipe", source: "ModelSource") -> None:
+        """The score of tokens is no part of what PEFT stores beside an adapter."""
+        if source.settings.vision is not None and ADAPTER in recipe.export.formats:
+            raise ConfigError(
+                "export.formats: PEFT's adapter format cannot hold the score of a vision-language model, which is "
+                f"trained beside adapters; leave {ADAPTER} out (the merged model has both)"
+            )
 
     def recognise(self, directory: Path) -> str | None:
         """A classifier of transformers, or a cross-encoder of sentence-transformers."""
@@ -124,13 +159,23 @@ class CrossEncoder(Kind):
         return PairScore()
 
     def model_class(self, config: "PretrainedConfig") -> Any:
-        """The class for sequence classification."""
-        from transformers import AutoModelForSequenceClassification
+        """The class for sequence classification; of a vision-language model, its backbone."""
+        from transformers import AutoModel, AutoModelForSequenceClassification
 
+        from embedtrain.models.vision_language import FAMILIES
+
+        if config.model_type in FAMILIES:
+            return AutoModel
         return AutoModelForSequenceClassification
 
     def encoder(self, source: "ModelSource", model: "PreTrainedModel") -> "Encoder":
-        """The backbone of the class, and the class as its head."""
+        """The backbone of the class, and the class as its head; of a vision-language model, a linear layer."""
+        if source.settings.vision is not None:
+            from embedtrain.kinds.cross_encoder.vision import TokenScoreHead
+            from embedtrain.kinds.dense.vision import vision_encoder
+            from embedtrain.models.encoder import hidden_size
+
+            return vision_encoder(source, model, TokenScoreHead(hidden_size(source.config)))
         from embedtrain.kinds.cross_encoder.model import cross_encoder
 
         return cross_encoder(model, source.vectors.pooling)
@@ -156,9 +201,11 @@ class CrossEncoder(Kind):
         return locate_head(source, shapes, stored)
 
     def output_error(self, encoder: "Encoder", source: "ModelSource", device: "device") -> str | None:
-        """Scores have to be those of the class as a whole."""
+        """Scores have to be those of the class as a whole, if there is one."""
         from embedtrain.models.own_class import own_class_error
 
+        if source.settings.vision is not None:
+            return None
         return own_class_error(encoder, device, "a cross-encoder")
 
     def reads_vocabulary(self, source: "ModelSource") -> bool:

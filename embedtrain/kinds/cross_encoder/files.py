@@ -3,9 +3,11 @@
 With the format `logit_score` a reranker that started from tokens is also a causal language model, see `LogitScore`.
 """
 
+import contextlib
 import copy
+import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -47,27 +50,59 @@ from embedtrain.formats.sentence_transformers import (
     SIGMOID,
     TRANSFORMER_MODULE,
     TRANSFORMER_SETTINGS,
+    WEIGHTS,
     load_model,
     opening,
     write_modules,
 )
-from embedtrain.formats.transformers import open_checked, open_tokenizer, read_tokenizer, write_tokenizer
+from embedtrain.formats.transformers import (
+    open_checked,
+    open_tokenizer,
+    read_tokenizer,
+    resolve_max_length,
+    write_tokenizer,
+)
 from embedtrain.formats.verify import PROBES
-from embedtrain.kinds.cross_encoder.model import PairFormat, PairLayout, PairTruncation, vocabulary_head
+from embedtrain.kinds.cross_encoder.model import (
+    SCORE,
+    VOCABULARY_HEAD,
+    PairFormat,
+    PairLayout,
+    PairTruncation,
+    vocabulary_head,
+    vocabulary_rows,
+)
+from embedtrain.kinds.cross_encoder.vision import (
+    LOGIT_SCORE_MODULE,
+    LOGIT_SCORE_MODULE_FOLDER,
+    SCORE_KEY,
+    VisionPairLayout,
+    answer_class,
+    pair_messages,
+    probe_pairs_with_pictures,
+    scores_of_class,
+    write_scores,
+    write_settings,
+)
+from embedtrain.kinds.dense.vision import missing_packages, open_processor
 from embedtrain.losses.encoded import Part
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.own_class import own_name
 from embedtrain.models.stored_weights import TensorLocation, stored_tensors
 from embedtrain.models.types import ModelSource
+from embedtrain.models.vision_language import FAMILIES
 from embedtrain.utils.files import write_json
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {SIGMOID: torch.sigmoid, IDENTITY: torch.clone}
 _TASK = "sequence-classification"
 LOGIT_SCORE_FOLDER = "logit_score"
-_LOGIT_SCORE_MODULE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
-_LOGIT_SCORE_MODULE_FOLDER = "1_LogitScore"
-_SCORE, _HEAD = "score.weight", "lm_head.weight"
+_SCORE = "score.weight"
+_NO_CHAT = (
+    "model.pair_template cannot be exported: as one text its parts have other tokens, such as those of a word at the "
+    "end of one part and one at the beginning of the next; separate them by line breaks, or write the text into prefix "
+    "and suffix"
+)
 _WEIGHTS = "model{suffix}.safetensors"
 _OF_CLASSIFIERS = ("id2label", "label2id", "num_labels", "problem_type", "sentence_transformers")
 
@@ -87,6 +122,9 @@ class CrossEncoderFiles(ModelFiles):
 
     def write(self, directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
         """The tokenizer has the template of pairs, if there is one."""
+        if source.settings.vision is not None:
+            write_settings(directory, source, tokenizer, vision_template(tokenizer, source))
+            return
         own, has_chat = tokenizer.tokenizer, False
         if source.settings.template is not None:
             own, has_chat = with_pair_format(tokenizer, source)
@@ -95,6 +133,20 @@ class CrossEncoderFiles(ModelFiles):
 
     def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
         """The prompts are part of the texts, or of the chat template."""
+        if _is_vision(architecture):
+            return [
+                *python_block(
+                    "from PIL import Image",
+                    "from sentence_transformers import CrossEncoder",
+                    "",
+                    f'model = CrossEncoder("{name}")',
+                    'page = {"image": Image.open("page.png"), "text": "with a picture before it"}',
+                    'scores = model.predict([("a question", "a text"), ("a question", page)])',
+                ),
+                "A query and a document are texts, pictures, or both. sentence-transformers formats pairs with "
+                "`chat_template.jinja`; its argument `prompt` is an instruction for the query.",
+                "",
+            ]
         texts = [f"{kind} with {shown_prompt(text)}" for kind, text in prompts.items() if text]
         rest = "the library does not prepend it."
         note = f"Begin every {', and every '.join(texts)}: {rest}" if texts else ""
@@ -118,24 +170,47 @@ class CrossEncoderFiles(ModelFiles):
     def stored_names(self, names: Iterable[str], architecture: Path) -> dict[str, StoredName]:
         """Those of the classifier's class."""
         config = AutoConfig.from_pretrained(architecture, local_files_only=True)
+        if _is_vision(architecture):
+            file = f"{LOGIT_SCORE_MODULE_FOLDER}/{WEIGHTS}"  # until `finish_weights`
+            own = {SCORE: StoredName(SCORE_KEY, file, is_float32=True), VOCABULARY_HEAD: StoredName(VOCABULARY_HEAD)}
+            prefix = answer_class(config).base_model_prefix
+            return {name: own[name] if name in own else StoredName(own_name(name, prefix)) for name in names}
         prefix = classifier_class(config).base_model_prefix  # type: ignore[attr-defined]
         return {name: StoredName(own_name(name, prefix)) for name in names}
 
+    def further_specs(self, architecture: Path) -> dict[str, TensorSpec]:
+        """The vocabulary head of a vision-language model."""
+        if not _is_vision(architecture):
+            return {}
+        config = AutoConfig.from_pretrained(architecture, local_files_only=True).get_text_config()
+        return {VOCABULARY_HEAD: TensorSpec(torch.float32, (config.vocab_size, config.hidden_size))}
+
+    def further_rows(self, base: ModelSource) -> Iterator[tuple[str, int, Tensor]]:
+        """That of the model that was trained."""
+        if base.settings.vision is not None:
+            yield from ((VOCABULARY_HEAD, first, rows) for first, rows in vocabulary_rows(base))
+
+    def finish_weights(self, directory: Path) -> None:
+        """The score becomes a row of the vocabulary head of a vision-language model."""
+        if _is_vision(directory):
+            write_scores(directory)
+
     def stored_shapes(self, source: ModelSource) -> dict[Path, dict[str, list[int]]]:
-        """Those of the classifier."""
+        """Those of the classifier, or of the class that predicts tokens behind pictures."""
         assert source.directory is not None
+        model_class = AutoModelForSequenceClassification
+        if source.settings.vision is not None:
+            model_class = AutoModelForImageTextToText
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForSequenceClassification.from_config(
-                source.config, trust_remote_code=source.trust_remote_code
-            )
+            model = model_class.from_config(source.config, trust_remote_code=source.trust_remote_code)
         return {source.directory: {name: list(tensor.shape) for name, tensor in model.state_dict().items()}}
 
     def probe(
         self, encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[str, str], device: torch.device
     ) -> Tensor:
-        """Scores of `probe_pairs` as one vector [1, N]: a score near 0 has no relative difference."""
-        tokens = tokenizer.tokens(probe_pairs(PROBES, prompts))
-        with torch.no_grad():
+        """Scores of pairs as one vector [1, N]: a score near 0 has no relative difference."""
+        with _probes(tokenizer, prompts) as pairs, torch.no_grad():
+            tokens = tokenizer.tokens(pairs)
             chunks = [tokenizer.chunk(tokens, [row]).to(device) for row in range(len(tokens))]
             return torch.cat([encoder(chunk)[0] for chunk in chunks]).T.cpu()
 
@@ -147,14 +222,20 @@ class CrossEncoderFiles(ModelFiles):
         layout = _pair_layout(tokenizer)
         if layout.pair_format.truncation is PairTruncation.longest_first:
             return None
-        return torch.from_numpy(layout.are_whole(probe_pairs(PROBES, prompts), tokenizer.max_length))
+        with _probes(tokenizer, prompts) as pairs:
+            return torch.from_numpy(layout.are_whole(pairs, tokenizer.max_length))
 
     def probe_opened(self, encoder: Encoder, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Tensor:
         """Scores [1, N] of the classifier."""
         return _scores(encoder, source, tokenizer)
 
     def of_transformers(self, directory: Path, source: ModelSource) -> Tensor:
-        """Scores of the classifier alone."""
+        """Scores of the classifier alone, or of the class that predicts tokens behind pictures."""
+        if source.settings.vision is not None:
+            model = open_checked(AutoModelForImageTextToText, directory, source).eval()
+            processor = open_processor(directory, source)
+            with _probes(_bound(source, processor.tokenizer), {}) as pairs, torch.no_grad():
+                return scores_of_class(model, processor, pairs, source.settings.tokens)
         tokenizer = open_tokenizer(directory, source)
         return _scores(open_checked(AutoModelForSequenceClassification, directory, source), source, tokenizer)
 
@@ -170,15 +251,15 @@ class CrossEncoderFiles(ModelFiles):
         with opening(directory):
             model = load_model("CrossEncoder", directory, source)
             activation = f"{type(model.activation_fn).__module__}.{type(model.activation_fn).__name__}"
-            # A chat template has the prompts as well.
-            pairs = [pair[:2] for pair in probe_pairs(PROBES)] if has_chat else formatted_pairs(source, PROBES)
-            scores = model.predict(
-                pairs,
-                batch_size=BATCH_SIZE,
-                activation_fn=torch.nn.Identity(),
-                convert_to_tensor=True,
-                show_progress_bar=False,
-            )
+            options = {"batch_size": BATCH_SIZE, "activation_fn": torch.nn.Identity()}
+            options |= {"convert_to_tensor": True, "show_progress_bar": False}
+            if source.settings.vision is not None:
+                with _probes(_bound(source, model.tokenizer), {}) as probes:
+                    scores = model.predict([pair_messages(pair) for pair in probes], **options)
+            else:
+                # A chat template has the prompts as well.
+                pairs = [pair[:2] for pair in probe_pairs(PROBES)] if has_chat else formatted_pairs(source, PROBES)
+                scores = model.predict(pairs, **options)
             length = model.max_seq_length
         if activation != source.settings.activation:
             raise CheckpointError(
@@ -210,6 +291,10 @@ class CrossEncoderFiles(ModelFiles):
 
     def require_logit_score(self, base: ModelSource, architecture: Path) -> None:
         """A ConfigError unless it started from tokens, and its pairs have a chat template."""
+        if base.settings.vision is not None:
+            raise ConfigError(
+                f"export.formats: {LOGIT_SCORE}: the export of a vision-language model is one already; leave it out"
+            )
         if not base.settings.tokens:
             super().require_logit_score(base, architecture)
         if not renders_pairs(architecture):
@@ -222,9 +307,38 @@ class CrossEncoderFiles(ModelFiles):
         """`LogitScore` of sentence-transformers 6."""
         return _write_logit_score(directory, base, max_file_size)
 
-    def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
-        """Whether the score is the logit of tokens."""
-        return {"logit_scores": bool(source.settings.tokens)}
+    def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, Any]:
+        """Whether the score is the logit of tokens where engines expect that of a class, and which tokens these are."""
+        if source.settings.vision is None or source.directory is None:
+            return {"logit_scores": bool(source.settings.tokens)}
+        tokenizer = read_tokenizer(source.directory, trust_remote_code=source.trust_remote_code)
+        answers = tokenizer.convert_ids_to_tokens(list(source.settings.tokens))
+        return {"answers": json.dumps(answers[::-1]), "is_difference": json.dumps(len(answers) > 1)}
+
+    def missing_packages(self, source: ModelSource) -> list[str]:
+        """Those that transformers needs for the processor of a vision-language model."""
+        return missing_packages(source) if source.settings.vision is not None else []
+
+    def is_sentence_transformers(self, source: ModelSource) -> bool:
+        """It opens no processor of which transformers needs missing packages."""
+        return not self.missing_packages(source)
+
+    def require_check(self, source: ModelSource) -> None:
+        """The processor of SmolVLM needs a package for the durations of videos."""
+        if "num2words" in self.missing_packages(source):
+            raise ConfigError(
+                f"transformers cannot open an export of {source.config.model_type} without num2words: install it, or "
+                "write export.check=false"
+            )
+
+    def no_graph(self, source: ModelSource) -> str:
+        """Only texts have one."""
+        if source.settings.vision is None:
+            return super().no_graph(source)
+        return (
+            f"a vision-language model ({source.config.model_type}) has no ONNX graph; sentence-transformers and "
+            "transformers open its export"
+        )
 
     def serving_outputs(self, part: Part, source: ModelSource, way: str) -> ServingOutputs:
         """Scores of pairs, also as the activation of sentence-transformers makes them if it is a known one."""
@@ -235,8 +349,8 @@ class CrossEncoderFiles(ModelFiles):
         return {"scores": scores}
 
     def graph_outputs(self, source: ModelSource) -> dict[str, str | None]:
-        """The logit of a pair."""
-        return {LOGITS: None}
+        """The logit of a pair of texts."""
+        return {LOGITS: None} if source.settings.vision is None else {}
 
     def open_traced(self, directory: Path, source: ModelSource) -> tuple[Encoder | None, nn.Module]:
         """The classifier."""
@@ -248,7 +362,7 @@ class CrossEncoderFiles(ModelFiles):
 
     def graph_shapes(self, source: ModelSource, texts: int, length: int) -> dict[str, tuple[int, ...]]:
         """Logits."""
-        return {LOGITS: (texts, 1)}
+        return {LOGITS: (texts, 1)} if source.settings.vision is None else {}
 
     def from_graph(
         self,
@@ -272,6 +386,28 @@ class CrossEncoderFiles(ModelFiles):
         """By the probabilities of pairs."""
         scores, references = (torch.cat(rows[LOGITS]).float().sigmoid() for rows in (outputs, expected))
         return 1 - float((scores - references).abs().max())
+
+
+def _is_vision(directory: Path) -> bool:
+    """Whether the configuration in a directory is that of a vision-language model."""
+    return read_json(directory / "config.json").get("model_type") in FAMILIES
+
+
+def _bound(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:
+    """The tokenizer that a library has opened, with our layout."""
+    return TextTokenizer(tokenizer, resolve_max_length(source, tokenizer), source.kind.layout(source, tokenizer))
+
+
+@contextlib.contextmanager
+def _probes(tokenizer: TextTokenizer, prompts: Mapping[str, str]) -> Iterator[list[Pair]]:
+    """`probe_pairs` of PROBES, and of a vision-language model pairs with pictures, with the prompts of both."""
+    pairs, layout = probe_pairs(PROBES, prompts), _pair_layout(tokenizer)
+    if not isinstance(layout, VisionPairLayout):
+        yield pairs
+        return
+    query, document = (prompts.get(role, "") for role in ("query", "document"))
+    with probe_pairs_with_pictures(layout, tokenizer.max_length) as more:
+        yield pairs + [Pair(query + pair.query, document + pair.document) for pair in more]
 
 
 def probe_pairs(texts: tuple[str, ...], prompts: Mapping[str, str] | None = None) -> list[Pair]:
@@ -340,6 +476,17 @@ def _pair_layout(tokenizer: TextTokenizer) -> PairLayout:
     return tokenizer.layout
 
 
+def vision_template(tokenizer: TextTokenizer, source: ModelSource) -> str:
+    """A chat template that writes pairs with their pictures as the model reads them; ModelError if there is none."""
+    template, own, pair_format = source.settings.template, tokenizer.tokenizer, _pair_layout(tokenizer).pair_format
+    has_bos = template.bos and own.bos_token_id is not None and pair_format.before[:1] == (own.bos_token_id,)
+    special = [str(own.bos_token)] if has_bos else [], list[str]()
+    chat = write_chat_template(template, source.prompts, own, special, source.settings.vision.template.picture)
+    if chat is None:
+        raise ModelError(_NO_CHAT)
+    return chat
+
+
 def with_pair_format(tokenizer: TextTokenizer, source: ModelSource) -> tuple[PreTrainedTokenizerBase, bool]:
     """A copy of the tokenizer whose own pairs begin and end as the template says, and whether it has its chat template.
 
@@ -357,11 +504,7 @@ def with_pair_format(tokenizer: TextTokenizer, source: ModelSource) -> tuple[Pre
         special = [str(copied.bos_token)], []
     chat = write_chat_template(template, source.prompts, copied, special)
     if chat is None and template.wraps_texts:
-        raise ModelError(
-            "model.pair_template cannot be exported: as one text its parts have other tokens, such as those of a word "
-            "at the end of one part and one at the beginning of the next; separate them by line breaks, or write "
-            "the text into prefix and suffix"
-        )
+        raise ModelError(_NO_CHAT)
     _write_post_processor(copied, pair_format)
     if chat is not None:
         copied.chat_template = chat
@@ -411,7 +554,7 @@ def _write_logit_score(directory: Path, base: ModelSource, max_file_size: str) -
     stored = stored_tensors(directory)
     specs = {name: _spec(location) for name, location in stored.items() if name != _SCORE}
     head = _trained_head(base, stored)
-    specs[_HEAD] = TensorSpec.of(head)
+    specs[VOCABULARY_HEAD] = TensorSpec.of(head)
     split = split_state_dict_into_shards_factory(
         specs,
         get_storage_size=lambda spec: spec.num_bytes,
@@ -422,7 +565,7 @@ def _write_logit_score(directory: Path, base: ModelSource, max_file_size: str) -
         layout = file_layout({name: specs[name] for name in names})
         with RowWriter(folder / file, layout, writes_header=True) as writer:
             for name in names:
-                writer.write(name, head if name == _HEAD else _read(stored[name]))
+                writer.write(name, head if name == VOCABULARY_HEAD else _read(stored[name]))
     if split.is_sharded:
         weights = {name: file for file, names in split.filename_to_tensors.items() for name in names}
         index = {"metadata": split.metadata, "weight_map": dict(sorted(weights.items()))}
@@ -455,9 +598,9 @@ def _write_logit_score_settings(directory: Path, folder: Path, base: ModelSource
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = exported.pad_token
     write_tokenizer(folder, tokenizer, exported.model_max_length)
-    write_modules(folder, {"": TRANSFORMER_MODULE, _LOGIT_SCORE_MODULE_FOLDER: _LOGIT_SCORE_MODULE})
+    write_modules(folder, {"": TRANSFORMER_MODULE, LOGIT_SCORE_MODULE_FOLDER: LOGIT_SCORE_MODULE})
     ids = {"true_token_id": tokens[0], "false_token_id": tokens[1] if len(tokens) > 1 else None}
-    write_json(folder / _LOGIT_SCORE_MODULE_FOLDER / "config.json", ids | {"module_input_name": "causal_logits"})
+    write_json(folder / LOGIT_SCORE_MODULE_FOLDER / "config.json", ids | {"module_input_name": "causal_logits"})
     output = {"method": "forward", "method_output_name": "logits"}
     modalities = {"text": output, "message": output | {"format": "flat"}}
     settings = {"transformer_task": "text-generation", "modality_config": modalities}

@@ -11,7 +11,7 @@ N: pairs; L: tokens of a padded pair; H: hidden size.
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -24,6 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -58,6 +59,7 @@ from embedtrain.utils.formatting import one_line
 _FIRST = np.uint8(0)  # flags of tokens of the first segment
 _WINDOW_OVERLAP = 80  # tokens
 _MAX_TEMPLATE = 100_000  # tokens
+_ROWS_READ = 1 << 14  # of a vocabulary head at a time
 # A tokenizer's own pairs of these texts are compared with ours.
 _PROBES = [
     ("a", "b"),
@@ -68,7 +70,7 @@ _PROBES = [
 _PROBE_TOKENS = (8, 11, 500)  # tokens of both texts, besides those of the template
 _MAX_PROBE = 10_000  # tokens of a probe with a template
 # The weight of a score of tokens, and where the rows that it starts from are stored.
-SCORE, _VOCABULARY_HEAD, _EMBEDDINGS = f"{HEAD}score.weight", "lm_head.weight", "embed_tokens.weight"
+SCORE, VOCABULARY_HEAD, _EMBEDDINGS = f"{HEAD}score.weight", "lm_head.weight", "embed_tokens.weight"
 # The largest difference between a score and that of the whole class, relative to the larger one of the score and 1.
 _TOLERANCE = 1e-3
 
@@ -171,19 +173,19 @@ class PairFormat:
     def join(self, queries: Tokens, documents: Tokens, max_length: int) -> Tokens:
         """N pairs from the tokens of both texts; those of type `second_type` are flagged SECOND_SEGMENT."""
         kept_queries, kept_documents = self.fit(queries.lengths, documents.lengths, max_length)
-        lengths = kept_queries + kept_documents + self.num_special
+        return self.surround(self._cut(queries, kept_queries), self._cut(documents, kept_documents))
+
+    def surround(self, queries: Tokens, documents: Tokens) -> Tokens:
+        """N pairs from the tokens of both texts, of which nothing is cut."""
+        lengths = queries.lengths + documents.lengths + self.num_special
         total = int(lengths.sum())
         joined = Tokens(np.empty(total, dtype=np.int32), np.zeros(total, dtype=np.uint8), lengths)
 
-        def put(
-            ids: NDArray[np.int32],
-            starts: NDArray[np.int64],
-            lengths: NDArray[np.int64],
-            flag: np.uint8 = _FIRST,
-        ) -> None:
-            before = np.cumsum(lengths) - lengths
-            places = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
-            joined.ids[places], joined.flags[places] = ids, flag
+        def put(texts: Tokens, starts: NDArray[np.int64], flag: np.uint8 = _FIRST) -> NDArray[np.int64]:
+            before = np.cumsum(texts.lengths) - texts.lengths
+            places = np.repeat(starts - before, texts.lengths) + np.arange(len(texts.ids))
+            joined.ids[places], joined.flags[places] = texts.ids, texts.flags | flag
+            return starts + texts.lengths
 
         def put_all(ids: tuple[int, ...], starts: NDArray[np.int64], flag: np.uint8 = _FIRST) -> NDArray[np.int64]:
             for number, token in enumerate(ids):
@@ -191,15 +193,14 @@ class PairFormat:
             return starts + len(ids)
 
         start = put_all(self.before, np.cumsum(lengths) - lengths)
-        put(self._cut(queries, kept_queries), start, kept_queries)
-        start = put_all(self.between, start + kept_queries)
-        put(self._cut(documents, kept_documents), start, kept_documents, SECOND_SEGMENT)
-        put_all(self.after, start + kept_documents, SECOND_SEGMENT)
+        start = put_all(self.between, put(queries, start))
+        put_all(self.after, put(documents, start, SECOND_SEGMENT), SECOND_SEGMENT)
         return joined
 
-    def _cut(self, texts: Tokens, kept: NDArray[np.int64]) -> NDArray[np.int32]:
+    def _cut(self, texts: Tokens, kept: NDArray[np.int64]) -> Tokens:
         starts = np.cumsum(texts.lengths) - texts.lengths
-        return gather_ranges(texts.ids, starts + texts.lengths - kept if self.from_left else starts, kept)
+        starts = starts + texts.lengths - kept if self.from_left else starts
+        return Tokens.plain(gather_ranges(texts.ids, starts, kept), kept)
 
 
 class _OwnPair(NamedTuple):
@@ -344,9 +345,10 @@ class PairLayout(Layout):
     def _contents(self, pairs: Sequence[Pair], limit: int) -> tuple[Tokens, Tokens]:
         """The tokens of the queries and of the documents, without special tokens; those of equal texts once."""
         texts = [(self.pair_format.query(pair.query), self.pair_format.document(pair.document)) for pair in pairs]
-        distinct = list(dict.fromkeys(itertools.chain.from_iterable(texts)))
-        ids = dict(zip(distinct, self.fast.ids(distinct, limit) if distinct else [], strict=True))
-        return Tokens.of([ids[query] for query, _ in texts]), Tokens.of([ids[document] for _, document in texts])
+        numbers = {text: n for n, text in enumerate(dict.fromkeys(itertools.chain.from_iterable(texts)))}
+        tokens = self.tokenize(list(numbers), limit)
+        queries, documents = (np.array([numbers[pair[n]] for pair in texts], dtype=np.int64) for n in range(2))
+        return tokens.take(queries), tokens.take(documents)
 
 
 def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> PairFormat:
@@ -358,7 +360,7 @@ def read_pair_format(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
     types = int(getattr(source.config.get_text_config(), "type_vocab_size", 0) or 0) > 1
     head: HeadSource = source.settings
     if head.template is not None:
-        if not is_decoder(source.config):
+        if head.vision is None and not is_decoder(source.config):
             raise ConfigError(
                 f"{model_option('pair_template')}={head.template}: is for decoders; {source.config.model_type} is an "
                 "encoder, "
@@ -546,7 +548,8 @@ def linear_location(directory: Path) -> TensorLocation:
 
 def _causal_model(source: ModelSource) -> PreTrainedModel:
     """The language model in a source's directory; a ModelError if it has no vocabulary head that scores need."""
-    model, missing = read_model(source, AutoModelForCausalLM, None)
+    model_class = AutoModelForCausalLM if source.settings.vision is None else AutoModelForImageTextToText
+    model, missing = read_model(source, model_class, None)
     vocabulary = model.get_output_embeddings()
     if vocabulary is None or getattr(vocabulary, "bias", None) is not None:
         raise ModelError(
@@ -573,6 +576,19 @@ def vocabulary_head(source: ModelSource) -> Tensor:
     return head.float()
 
 
+def vocabulary_rows(source: ModelSource) -> Iterator[tuple[int, Tensor]]:
+    """The rows of `vocabulary_head` as they are stored, each part with the number of its first row."""
+    stored = stored_tensors(source.directory) if source.directory is not None else {}
+    if not stored:
+        yield 0, vocabulary_head(source)
+        return
+    key = _vocabulary_key(source, stored)
+    with safe_open(stored[key].path, framework="pt") as file:
+        rows = file.get_slice(key)
+        for first in range(0, rows.get_shape()[0], _ROWS_READ):
+            yield first, rows[first : first + _ROWS_READ]
+
+
 def score_weights(source: ModelSource) -> dict[str, Tensor]:
     """The weight [1, H] of the head that starts from tokens, by the encoder's name; nothing for other heads.
 
@@ -589,12 +605,12 @@ def score_weights(source: ModelSource) -> dict[str, Tensor]:
 
 def _vocabulary_key(source: ModelSource, stored: Mapping[str, TensorLocation]) -> str:
     """The name of the vocabulary head in the files, of the embedding table if both are tied; ModelError without one."""
-    keys = [key for key in (_VOCABULARY_HEAD,) if key in stored]
+    keys = [key for key in (VOCABULARY_HEAD,) if key in stored]
     if getattr(source.config.get_text_config(), "tie_word_embeddings", False):
-        keys = [key for key in stored if key.split(".", 1)[-1] == _EMBEDDINGS or key == _EMBEDDINGS]
+        keys = [key for key in stored if f".{key}".endswith(f".{_EMBEDDINGS}")]
     if len(keys) != 1 or keys[0].replace(".weight", ".bias") in stored:
         raise ModelError(
-            f"{source.directory} has no vocabulary head without a bias ({_VOCABULARY_HEAD}), whose rows the score of "
+            f"{source.directory} has no vocabulary head without a bias ({VOCABULARY_HEAD}), whose rows the score of "
             "tokens starts from; set model.score_head=classification to train a new head"
         )
     return keys[0]

@@ -1,12 +1,13 @@
 """Options of model.kind=cross_encoder."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from embedtrain.config.kind_settings import PAIR_TEMPLATES, SCORE_TOKENS, TEMPLATE_PARTS, ScoreHead, check_score_labels
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.validation import OptionChecks, model_option
+from embedtrain.kinds.dense.options import ImageOptions
 
 
 @dataclass(kw_only=True)
@@ -14,14 +15,15 @@ class CrossEncoderOptions(ModelConfig):
     """A score per pair of query and document (a reranker)."""
 
     kind: str = "cross_encoder"
-    # The text around a pair's query and document, for a decoder: qwen3, gemma or mxbai, as Qwen3-Reranker,
-    # bge-reranker-v2-gemma and mxbai-rerank-v2 have it, or a mapping of prefix, query, document and suffix; default:
-    # that of the directory, else the tokenizer's pairs.
+    # The text around a pair's query and document, for a decoder: qwen3, qwen3_vl, gemma or mxbai, as Qwen3-Reranker,
+    # Qwen3-VL-Reranker, bge-reranker-v2-gemma and mxbai-rerank-v2 have it, or a mapping of prefix, query, document and
+    # suffix; default: that of the directory, else the tokenizer's pairs.
     pair_template: Any = None
     score_head: ScoreHead = ScoreHead.auto
     score_tokens: list[str] | None = None  # [yes, no], or one token for its logit; default: those of the template
     # Of a classifier of several labels: [1, 0] for the logit of label 1 minus that of label 0, or one for its logit.
     score_labels: list[int] | None = None
+    image: ImageOptions = field(default_factory=ImageOptions)  # of a vision-language model
 
 
 def check_cross_encoder(model: CrossEncoderOptions) -> None:

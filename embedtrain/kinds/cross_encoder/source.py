@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -23,9 +24,10 @@ from embedtrain.config.kind_settings import (
 )
 from embedtrain.config.kinds import Kind
 from embedtrain.config.recipe import Pooling
-from embedtrain.config.validation import model_option, written
+from embedtrain.config.validation import OptionChecks, model_option, written
+from embedtrain.data.tokens import FastTokenizer
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.formats.chat_template import read_chat_template
+from embedtrain.formats.chat_template import ItemTemplate, read_chat_template, read_pair_picture
 from embedtrain.formats.hub import resolve_directory
 from embedtrain.formats.sentence_transformers import (
     CROSS_ENCODER,
@@ -39,9 +41,18 @@ from embedtrain.formats.sentence_transformers import (
 from embedtrain.formats.source import StoredModel, read_files, source_of
 from embedtrain.formats.transformers import TOKENIZER_FILES, read_tokenizer
 from embedtrain.kinds.cross_encoder.options import CrossEncoderOptions
+from embedtrain.kinds.dense.options import require_no_image_options
+from embedtrain.kinds.dense.vision import (
+    VisionSettings,
+    picture_text,
+    picture_token,
+    read_processing,
+    stored_chat_template,
+)
 from embedtrain.models.attention_direction import is_decoder
 from embedtrain.models.file_references import read_json
 from embedtrain.models.types import ModelSource
+from embedtrain.models.vision_language import FAMILIES
 
 # A cross-encoder of sentence-transformers with a linear layer on a token vector.
 SCORE_MODULES = ["Transformer", "Pooling", "Dense"]
@@ -73,6 +84,7 @@ class HeadSource:
         linear: the directory of a Dense module whose weight [1, H] is the class's own `score.weight`.
         template: what surrounds the texts of a pair; None: the tokenizer's own pairs.
         note: a line for the user about the directory that the head is added to; may be empty.
+        vision: how a vision-language model reads pictures, whose head always starts from tokens; None: it reads texts.
     """
 
     is_new: bool
@@ -83,6 +95,7 @@ class HeadSource:
     linear: Path | None = None
     note: str = ""
     template: PairTemplate | None = None
+    vision: VisionSettings | None = None
 
 
 def new_score_head(config: PretrainedConfig, where: str) -> HeadSource:
@@ -153,7 +166,12 @@ def with_head(source: ModelSource, head: HeadSource) -> ModelSource:
         source,
         settings=head,
         prompts=prompts | source.prompts,
-        vectors=replace(source.vectors, pooling=score_pooling(source.config), include_prompt=True, normalize=False),
+        vectors=replace(
+            source.vectors,
+            pooling=score_pooling(source.config) if head.vision is None else Pooling.last,
+            include_prompt=True,
+            normalize=False,
+        ),
     )
 
 
@@ -169,6 +187,9 @@ def _read_head(files: StoredModel, config: PretrainedConfig, model: CrossEncoder
     none, or its pairs cannot be read as sentence-transformers does; a ConfigError if options have no effect.
     """
     directory, modules = files.directory, files.modules.kinds
+    if config.model_type in FAMILIES:
+        return _read_vision_head(files, config, model)
+    require_no_image_options(model.image)
     is_classifier = is_reranker(config)
     num_labels = int(config.num_labels) if is_classifier else 1
     labels = _score_labels(directory, config, model, num_labels)
@@ -220,6 +241,88 @@ def _read_head(files: StoredModel, config: PretrainedConfig, model: CrossEncoder
         note=note,
         template=template,
     )
+
+
+def _read_vision_head(files: StoredModel, config: PretrainedConfig, model: CrossEncoderOptions) -> HeadSource:
+    """The head of a vision-language model, which is the score of tokens after a pair.
+
+    A ModelError for a family whose language model predicts no tokens after an item, or a directory whose pairs cannot
+    be read; a ConfigError for options of other models, and without a template of pairs.
+    """
+    directory, modules = files.directory, files.modules
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or config.model_type == "paligemma":
+        raise ModelError(
+            f"{directory} holds {config.model_type}, and model.kind=cross_encoder trains, of vision-language models, "
+            "qwen2_vl, qwen2_5_vl, qwen3_vl, idefics3 and smolvlm, which answer yes or no"
+        )
+    if files.settings.get("model_type") == CROSS_ENCODER and not modules.is_scorer:
+        raise ModelError(
+            f"{directory / 'modules.json'} has the modules {', '.join(modules.kinds)}; supported in a cross-encoder of "
+            f"a vision-language model are Transformer and {LOGIT_SCORE}"
+        )
+    check, defaults = OptionChecks(model, "model."), CrossEncoderOptions()
+    for option in ("bidirectional", "rope_theta", "rope_scaling", "score_labels"):
+        reason = "is not for a vision-language model; leave it out"
+        check.require(getattr(model, option) == getattr(defaults, option), option, reason)
+    check.require(
+        model.score_head is not ScoreHead.classification,
+        "score_head",
+        "is for models of texts: transformers has no class that scores texts and pictures; leave it out",
+    )
+    if further := set(files.transformer.get("processing_kwargs") or {}) - {"chat_template"}:
+        raise ModelError(
+            f"{directory}: processing_kwargs of sentence-transformers has {', '.join(sorted(map(str, further)))}; "
+            "supported with a vision-language model is chat_template"
+        )
+    tokenizer = read_tokenizer(directory, trust_remote_code=model.trust_remote_code)
+    name = model.pair_template if isinstance(model.pair_template, str) else published_template(str(model.path))
+    chat = stored_chat_template(directory, tokenizer) if modules.is_scorer else None
+    template, note = pair_template(model.pair_template), ""
+    picture, token = picture_text(tokenizer, config), picture_token(tokenizer, config)
+    if template is None and chat is not None:
+        tokenizer.chat_template = chat
+        template, options = _read_chat_pairs(files, tokenizer, True)
+        picture = read_pair_picture(tokenizer, str(directory), token, options)
+        template = _with_bos(template, tokenizer, directory)
+    elif template is None and name is not None:
+        template, note = PAIR_TEMPLATES[name], f"pairs are formatted for {name}, by the name of {model.path}"
+    if template is None:
+        raise ConfigError(
+            f"{model_option('pair_template')}=null: {directory} does not say how it reads pairs; set it to qwen3_vl, "
+            "or to a mapping of prefix, query, document and suffix"
+        )
+    if template.special_tokens:
+        template = replace(template, special_tokens=False, bos=True)
+    if "Pooling" in modules.kinds:
+        note = f"{directory} is an embedding model: its backbone is used, its pooling is not"
+    processing, processor = read_processing(directory, config, model.image)
+    around = ItemTemplate(starts=("", ""), prompted=(("", ""),) * 2, end="", picture=picture, special_tokens=False)
+    return HeadSource(
+        is_new=False,
+        activation=_activation(config, files.settings),
+        tokens=_score_tokens(files, config, model, name),
+        note=note,
+        template=template,
+        vision=VisionSettings(
+            processing=processing,
+            processor=processor,
+            template=around,
+            chat_template="",  # an export has one that writes `template`
+            chat_options={},
+            frozen=model.image.frozen,
+        ),
+    )
+
+
+def _with_bos(template: PairTemplate, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PairTemplate:
+    """The template of a rendered text, to which a processor adds the tokenizer's special tokens unless it has bos."""
+    start = "".join((*template.prefix, template.query[0], template.prompts.get("query", "")))
+    alone, complete = (FastTokenizer(tokenizer, special_tokens=special).ids(["a"], 100)[0] for special in (False, True))
+    if complete == alone or (tokenizer.bos_token and start.startswith(tokenizer.bos_token)):
+        return template
+    if complete != [tokenizer.bos_token_id, *alone]:
+        raise ModelError(f"{directory}: its tokenizer adds tokens behind texts, where the score of a pair is read")
+    return replace(template, bos=True)
 
 
 def _score_labels(
@@ -364,16 +467,26 @@ def _stored_template(files: StoredModel, config: PretrainedConfig, model: CrossE
     if tokenizer.chat_template is None:
         return None
     styles = {"flat": False, "structured": True}
+    structured = styles.get(str(message.get("format"))) if isinstance(message, dict) else None
+    return _read_chat_pairs(files, tokenizer, structured)[0]
+
+
+def _read_chat_pairs(
+    files: StoredModel, tokenizer: PreTrainedTokenizerBase, structured: bool | None
+) -> tuple[PairTemplate, dict[str, Any]]:
+    """What the tokenizer's chat template renders of pairs with the settings of a directory, and its options."""
     prompts, default = files.settings.get("prompts") or {}, files.settings.get("default_prompt_name")
     processing = files.transformer.get("processing_kwargs")
-    options = processing.get("chat_template") if isinstance(processing, dict) else None
-    return read_chat_template(
+    stored = processing.get("chat_template") if isinstance(processing, dict) else None
+    options = {k: v for k, v in stored.items() if k != "restore_suffix"} if isinstance(stored, dict) else {}
+    template = read_chat_template(
         tokenizer,
         str(files.directory),
-        structured=styles.get(str(message.get("format"))) if isinstance(message, dict) else None,
+        structured=structured,
         instruction=prompts.get(default) if isinstance(prompts, dict) and default else None,
-        options={k: v for k, v in options.items() if k != "restore_suffix"} if isinstance(options, dict) else None,
+        options=options,
     )
+    return template, options
 
 
 def _architecture(config: PretrainedConfig) -> str:

@@ -204,9 +204,8 @@ class LateInteractionFiles(ModelFiles):
 
     def serving_facts(self, source: ModelSource, *, has_graph: bool) -> dict[str, bool]:
         """Which library has the class of a model over pages."""
-        facts = super().serving_facts(source, has_graph=has_graph)
         is_engine = of_pages(source) and source.settings.writer.library is PageLibrary.colpali_engine
-        return facts | {"is_of_colpali_engine": is_engine}
+        return {**super().serving_facts(source, has_graph=has_graph), "is_of_colpali_engine": is_engine}
 
     def serving_outputs(self, part: Part, source: ModelSource, way: str) -> ServingOutputs:
         """Vectors of the tokens of each text."""

@@ -1,9 +1,14 @@
-"""Extra memory and time of in-batch negatives by MaxSim and by XTR, and of the losses of other libraries."""
+"""Extra memory and time of in-batch negatives by MaxSim and by XTR, and of the losses of other libraries.
+
+Texts have up to 128 vectors, and pages 1,030; those of pages are compared with colpali-engine if it is installed.
+"""
 
 import importlib.util
+import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +33,35 @@ from embedtrain.losses.encoded import Encoded, Part
 from embedtrain.losses.types import BatchInfo, GlobalRows, Sizes
 
 TITLE = f"In-batch negatives of late interaction, forward and backward: extra MiB / {unit()}"
-QUERY_ROWS, DOCUMENT_ROWS, DIMENSION, TOP_K = 32, 128, 128, 256
+DIMENSION, TOP_K = 128, 256
 # At its peak PyLate's loss holds this many copies of the products of all tokens, as measured with 256 queries.
 PADDED_COPIES = 2.1
 CACHED = "CachedMultiVectorMultipleNegativesRankingLoss"
 MNRL = "MultiVectorMultipleNegativesRankingLoss"
 PYLATE = "PyLate Contrastive"
+COLPALI, COLPALI_PAIRWISE = "ColbertLoss", "ColbertPairwiseCELoss"
 
 Call = Callable[[Tensor, Tensor], Tensor]  # the loss of rows of queries and documents, whose gradients it sets
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Queries, each with one document; their rows, and how often they are measured."""
+
+    texts: int
+    rounds: int = 1
+    query_rows: int = 32
+    document_rows: int = 128
+
+    @property
+    def name(self) -> str:
+        """The first cell of a row."""
+        return f"{self.texts:,} x {self.texts:,}"
+
+    @property
+    def products(self) -> int:
+        """Bytes of the products of all tokens."""
+        return 4 * self.texts**2 * self.query_rows * self.document_rows
 
 
 @dataclass(frozen=True)
@@ -45,19 +71,33 @@ class Side:
     name: str
     xtr: bool = False
     padded: bool = False  # holds the products of all tokens
+    package: str | None = None  # which has to be installed
+    same_loss: bool = True  # as the others of the table
 
-    def call(self, texts: int) -> Call:
+    def call(self, shape: Shape) -> Call:
         """The loss."""
-        if self.name in ("tiled", "ring"):
-            return _ours(InfoNCEConfig(implementation=Implementation(self.name)), texts)
+        if self.name in ("auto", "tiled", "ring"):
+            return _ours(InfoNCEConfig(implementation=Implementation(self.name)), shape)
         if self.name == "xtr":
-            return _ours(XTRConfig(top_k=TOP_K, temperature=1.0), texts)
-        return _theirs(self, texts)
+            return _ours(XTRConfig(top_k=TOP_K, temperature=1.0), shape)
+        if self.package == "colpali_engine":
+            return _colpali(self.name, shape)
+        return _theirs(self, shape.texts)
 
 
-SIDES = (Side("tiled"), Side("ring"), Side(MNRL), Side(CACHED), Side(PYLATE, padded=True))
+SIDES = (Side("tiled"), Side("ring"), Side(MNRL), Side(CACHED), Side(PYLATE, padded=True, package="pylate"))
 XTR_SIDES = (Side("xtr", xtr=True), Side(CACHED, xtr=True))
-CASES = ((128, 3), (256, 1), (512, 1))  # queries, each with one document, and rounds
+PAGE_SIDES = (
+    Side("auto"),
+    Side("ring"),
+    Side(CACHED),
+    Side(COLPALI, package="colpali_engine"),
+    Side(COLPALI_PAIRWISE, package="colpali_engine", same_loss=False),
+)
+CASES = (Shape(128, rounds=3), Shape(256), Shape(512))
+PAGES = (Shape(64, rounds=3, query_rows=30, document_rows=1030),)
+# Sides, their shapes, and the one that is compared with the first.
+TABLES = ((SIDES, CASES, CACHED), (XTR_SIDES, CASES, CACHED), (PAGE_SIDES, PAGES, COLPALI))
 
 
 @dataclass(frozen=True)
@@ -71,14 +111,17 @@ class Measured:
 
 
 def measure(part: str = "", *, small: bool = False) -> str:
-    """Measure all cases; `small`: one of 16 texts."""
-    cases = ((16, 1),) if small else CASES
+    """Measure all cases, or those of the tables whose numbers `part` names; `small`: one of 16 texts each."""
     tables = []
-    for sides in (SIDES, XTR_SIDES):
-        installed = [side for side in sides if side.name != PYLATE or importlib.util.find_spec("pylate")]
-        ours = installed[0].name
-        header = ["queries x documents", *(_title(side) for side in installed), f"{CACHED} : {ours}"]
-        tables.append(markdown(header, [_row(installed, texts, rounds) for texts, rounds in cases]))
+    for number, (sides, shapes, compared) in enumerate(TABLES):
+        if part and str(number) not in part:
+            continue
+        installed = [side for side in sides if side.package is None or importlib.util.find_spec(side.package)]
+        ours, names = installed[0].name, [side.name for side in installed]
+        theirs = compared if compared in names else CACHED
+        header = ["queries x documents", *(_title(side) for side in installed), f"{theirs} : {ours}"]
+        cases = [Shape(16)] if small else shapes
+        tables.append(markdown(header, [_row(installed, shape, theirs) for shape in cases]))
     return "\n\n".join(tables)
 
 
@@ -86,56 +129,60 @@ def _title(side: Side) -> str:
     return f"{side.name}, XTRScores({TOP_K})" if side.xtr and side.name != "xtr" else side.name
 
 
-def _row(sides: Sequence[Side], texts: int, rounds: int) -> list[str]:
-    padded_gib = PADDED_COPIES * 4 * texts**2 * QUERY_ROWS * DOCUMENT_ROWS / 2**30
+def _row(sides: Sequence[Side], shape: Shape, compared: str) -> list[str]:
+    padded_gib = PADDED_COPIES * shape.products / 2**30
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
     fitting = [side for side in sides if not side.padded or padded_gib * 2**30 < 0.8 * free]
     measured: dict[str, list[Measured]] = {side.name: [] for side in fitting}
-    for number in range(rounds):  # each round starts with another one
+    for number in range(shape.rounds):  # each round starts with another one
         for position in range(len(fitting)):
             side = fitting[(position + number) % len(fitting)]
             measured[side.name] += on_ranks(
-                1, partial(_on_rank, side=side, texts=texts), preload="benchmarks.late_interaction"
+                1, partial(_on_rank, side=side, shape=shape), preload="benchmarks.late_interaction"
             )
     expected = measured[sides[0].name][0]
     for name, results in measured.items():
-        for result in results:
+        for result in results if all(side.same_loss for side in sides if side.name == name) else ():
             pairs = [(result.loss, expected.loss)]
             if name != PYLATE:  # normalises the vectors itself, which projects their gradients
                 pairs += zip(result.norms, expected.norms, strict=True)
-            require(all(abs(a / b - 1) <= 1e-4 for a, b in pairs), f"{name} differs at {texts}: {measured}")
+            require(all(abs(a / b - 1) <= 1e-4 for a, b in pairs), f"{name} differs at {shape}: {measured}")
     cells = {side.name: f"- (needs {padded_gib:,.1f} GiB)" for side in sides}
     for name, results in measured.items():
         cells[name] = f"{_median(results, 'extra'):,.0f} / {_median(results, 'seconds'):,.2f}"
-    ours, theirs = measured[sides[0].name], measured[CACHED]
+    ours, theirs = measured[sides[0].name], measured[compared]
     ratios = [_median(theirs, name) / _median(ours, name) for name in ("extra", "seconds")]
-    return [f"{texts:,} x {texts:,}", *(cells[side.name] for side in sides), f"{ratios[0]:.1f} / {ratios[1]:.1f}"]
+    return [shape.name, *(cells[side.name] for side in sides), f"{ratios[0]:.1f} / {ratios[1]:.1f}"]
 
 
 def _median(results: Sequence[Measured], name: str) -> float:
     return statistics.median(getattr(result, name) for result in results)
 
 
-def _on_rank(rank: int, folder: Path, side: Side, texts: int) -> Measured:
+def _on_rank(rank: int, folder: Path, side: Side, shape: Shape) -> Measured:
     with world_of(1, rank, folder / "store", min_gpus=1) as world:
-        return measure_here(side, texts, world.device)
+        return measure_here(side, shape, world.device)
 
 
-def measure_here(side: Side, texts: int, device: torch.device) -> Measured:
+def measure_here(side: Side, shape: Shape, device: torch.device) -> Measured:
     """Measure one call in this process, after a warm-up."""
-    for size in (4, texts):
+    for size in (4, shape.texts):
         generator = torch.Generator().manual_seed(0)
-        rows = [torch.randn(size * count, DIMENSION, generator=generator) for count in (QUERY_ROWS, DOCUMENT_ROWS)]
+        rows = [
+            torch.randn(size * count, DIMENSION, generator=generator)
+            for count in (shape.query_rows, shape.document_rows)
+        ]
         leaves = [F.normalize(part, dim=1).to(device).requires_grad_() for part in rows]
-        call = side.call(size)
+        call = side.call(replace(shape, texts=size))
         loss, extra, seconds = measure_call(lambda: call(*leaves), device)  # noqa: B023
     norms = [leaf.grad.double().norm().item() for leaf in leaves if leaf.grad is not None]
     return Measured(extra, seconds, loss.item(), (norms[0], norms[1]))
 
 
-def _ours(config: LossConfig, texts: int) -> Call:
+def _ours(config: LossConfig, shape: Shape) -> Call:
+    texts = shape.texts
     loss = build_loss(config, dimension=DIMENSION, seed=0, score=MaxSim(mean=False))
-    keys, sizes = torch.arange(texts), [np.full(texts, rows) for rows in (QUERY_ROWS, DOCUMENT_ROWS)]
+    keys, sizes = torch.arange(texts), [np.full(texts, rows) for rows in (shape.query_rows, shape.document_rows)]
     batch_info = BatchInfo(
         owners=keys,
         query_keys=keys,
@@ -155,6 +202,24 @@ def _ours(config: LossConfig, texts: int) -> Call:
         local_loss = loss(*encoded, batch_info.to(queries.device)).local_loss
         local_loss.backward()
         return local_loss.detach()
+
+    return call
+
+
+def _colpali(name: str, shape: Shape) -> Call:
+    # The package imports all of its models, which need torchvision; the losses are modules of their own.
+    if "colpali_engine" not in sys.modules:
+        spec = importlib.util.find_spec("colpali_engine")
+        assert spec is not None
+        sys.modules["colpali_engine"] = importlib.util.module_from_spec(spec)
+    os.environ["COLPALI_SCORES_BACKEND"] = "torch"
+    losses = importlib.import_module("colpali_engine.loss.late_interaction_losses")
+    loss = getattr(losses, name)(temperature=1.0, normalize_scores=False)
+
+    def call(queries: Tensor, documents: Tensor) -> Tensor:
+        value: Tensor = loss(*(rows.view(shape.texts, -1, DIMENSION) for rows in (queries, documents)))
+        value.backward()
+        return value.detach()
 
     return call
 

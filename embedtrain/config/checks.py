@@ -17,6 +17,7 @@ from embedtrain.config.evaluation import (
     EvaluationSet,
     SetKind,
     check_index,
+    check_index_of_kind,
     check_kind_of_vectors,
     check_truncate_dims,
 )
@@ -283,14 +284,10 @@ def _check_evaluation(recipe: Recipe) -> None:
     evaluation = recipe.evaluation
     check, kind = OptionChecks(evaluation, "evaluation."), load_kind(recipe.model.kind)
     check_index(evaluation.index, "evaluation.index.", stores_vectors=False)
-    OptionChecks(evaluation.index, "evaluation.index.").require(
-        evaluation.index.scan_dtype is None or kind.has_one_vector or kind.has_token_vectors,
-        "scan_dtype",
-        f"is for models with one dense vector per text or per token, not for model.kind={kind.name}; leave it out",
-    )
+    check_index_of_kind(evaluation.index, "evaluation.index.", kind)
     for name in ("rerank_depth", "document_windows"):
         check.require(
-            load_kind(recipe.model.kind).scores_pairs or getattr(evaluation, name) == getattr(EvaluationConfig, name),
+            kind.scores_pairs or getattr(evaluation, name) == getattr(EvaluationConfig, name),
             name,
             f"is for model.kind=cross_encoder, not {recipe.model.kind}; leave it out",
         )

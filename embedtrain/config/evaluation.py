@@ -123,12 +123,24 @@ class IndexConfig:
     # Of a late-interaction model: a document keeps one in so many of its vectors, means of those that are alike
     # (HierarchicalTokenPooling of sentence-transformers); its first vector stays as it is.
     token_pooling: float = option(1.0, at_least=1, finite=True)
+    # Of a late-interaction model: only so many documents of each query are scored by all of their vectors, those that
+    # score best by vectors pooled as with token_pooling. Others are not found: first_stage_recall@k of evaluate is the
+    # fraction of the best k documents that are. With place=auto, only the pooled vectors may be on the GPU.
+    first_stage: int | None = option(None, at_least=1, hint="null scores all documents by all of their vectors")
+    first_stage_pooling: float = option(4.0, above=1, finite=True)  # the first stage has one in so many of the vectors
 
     @property
     def identity(self) -> str:
         """What the stored vectors depend on."""
         pooled = "" if self.token_pooling == 1 else f", token_pooling={self.token_pooling:g}"
         return f"{self.dtype.value}{pooled}"
+
+    @property
+    def search_identity(self) -> str:
+        """What the results of a search depend on."""
+        if self.first_stage is None:
+            return self.identity
+        return f"{self.identity}, first_stage={self.first_stage}, first_stage_pooling={self.first_stage_pooling:g}"
 
 
 def check_index(index: IndexConfig, prefix: str, *, stores_vectors: bool) -> None:
@@ -140,10 +152,38 @@ def check_index(index: IndexConfig, prefix: str, *, stores_vectors: bool) -> Non
         f"is not smaller than {prefix}dtype={index.dtype.value}; write int8, or leave it out",
     )
     check.require(
+        index.scan_dtype is None or index.first_stage is None,
+        "scan_dtype",
+        f"is a copy of all vectors that a search reads, and {prefix}first_stage={index.first_stage} has pooled ones; "
+        "keep one of the two",
+    )
+    check.require(
+        index.first_stage is not None or index.first_stage_pooling == IndexConfig.first_stage_pooling,
+        "first_stage_pooling",
+        f"has no effect without {prefix}first_stage; write {prefix}first_stage=N, or leave it out",
+    )
+    check.require(
         stores_vectors or index.place is not VectorPlacement.disk,
         "place",
         "needs a directory of stored vectors: write vectors_dir=DIR in evaluate or search; training stores none",
     )
+
+
+def check_index_of_kind(index: IndexConfig, prefix: str, kind: "Kind") -> None:
+    """Check an index against the vectors that a kind of model computes of a document."""
+    check = OptionChecks(index, prefix)
+    check.require(
+        index.scan_dtype is None or kind.has_one_vector or kind.has_token_vectors,
+        "scan_dtype",
+        f"is for models with one dense vector per text or per token, not for model.kind={kind.name}; leave it out",
+    )
+    for name in ("token_pooling", "first_stage"):
+        check.require(
+            kind.has_token_vectors or getattr(index, name) == getattr(IndexConfig, name),
+            name,
+            f"is for late-interaction models, whose documents have several vectors, not for model.kind={kind.name}; "
+            "leave it out",
+        )
 
 
 @dataclass(kw_only=True)

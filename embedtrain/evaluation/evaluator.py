@@ -16,6 +16,7 @@ from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, EvaluationInterrupted
 from embedtrain.evaluation.metrics import MEAN
 from embedtrain.evaluation.tasks import (
+    FIRST_STAGE_RECALL,
     EncodedSet,
     EncoderContext,
     EvaluationContext,
@@ -300,7 +301,8 @@ class Evaluator:
         else:
             assert isinstance(common.loaded.data, RetrievalSet), "only rankings can be measured without a model"
             metrics = measure_first_stage(common.loaded.data, common)
-        return {metric: metrics[metric] for metric in common.metrics}
+        of_index = [name for name in metrics if name.startswith(FIRST_STAGE_RECALL)]
+        return {metric: metrics[metric] for metric in (*common.metrics, *of_index)}
 
 
 def _measure_vectors(context: EncoderContext) -> dict[str, float]:

@@ -10,7 +10,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
@@ -55,6 +55,7 @@ from embedtrain.utils.files import atomic_write
 
 # MTEB's seed for all draws.
 SEED = 42
+FIRST_STAGE_RECALL = "first_stage_recall"
 # Scores that all ranks exchange at a time.
 _SCORE_BATCH_SIZE = 1 << 22
 
@@ -102,6 +103,19 @@ class EncoderContext(EvaluationContext):
     def encode_queries(self, texts: Sequence[str]) -> Part:
         """Queries as an index compares them, on every rank. A collective."""
         return self.score.search_part(self._encode(texts, "queries"))
+
+    def first_stage_recall(self, queries: Sequence[str], documents: Corpus, depth: int) -> dict[str, float]:
+        """The fraction of the best documents, as many as the main metric has, that the first stage of the index finds.
+
+        A mean over queries, by its name; `depth` documents are searched. Empty without a first stage, and for fewer
+        dimensions. A collective.
+        """
+        if self.index.first_stage is None or self.variant is not None:
+            return {}
+        index = self.index_documents(documents.texts, documents.ids)
+        k = required_depth(self.metrics[:1])
+        recall = index.first_stage_recall(self.encode_queries(queries), k, depth)
+        return {f"{FIRST_STAGE_RECALL}@{k}": recall.mean().item()}
 
     def search(self, queries: Sequence[str], documents: Corpus, depth: int) -> Ranking:
         """The best documents of each query among all. A collective."""
@@ -151,7 +165,8 @@ class EncoderContext(EvaluationContext):
         """
         queries, documents = map(self.score.search_part, self.encode_pairs(first, second, swapped=swapped))
         num, rank = len(documents), self.world.rank
-        index = ShardedIndex(first_added_order(num), self.world, self.index, self.score)
+        config = replace(self.index, first_stage=None)  # as the vectors are not pooled either
+        index = ShardedIndex(first_added_order(num), self.world, config, self.score)
         local_rows = torch.arange(num)[rank :: self.world.size]
         local = documents.take(local_rows.to(documents.values.device), local_rows.numpy())
         index.add(EncodedShard(local, local_rows))
@@ -251,7 +266,8 @@ def measure_retrieval(data: RetrievalSet, context: EncoderContext) -> dict[str, 
     max_depth = max(_run_file_depth(context) if context.save_runs else 0, depth, context.keep_ranking)
     # One more: the query itself may be among them.
     queries = [data.queries[query] for query in judged]
-    ranking = context.search(queries, data.documents, max_depth + data.ignore_identical_ids)
+    search_depth = max_depth + data.ignore_identical_ids
+    ranking = context.search(queries, data.documents, search_depth)
 
     def ranked(number: int) -> dict[str, float]:
         documents, scores = ranking.documents[number].tolist(), ranking.scores[number].tolist()
@@ -267,7 +283,8 @@ def measure_retrieval(data: RetrievalSet, context: EncoderContext) -> dict[str, 
             ]
             for query, row in zip(judged, ranking.documents.tolist(), strict=True)
         }
-    return _ranking_metrics(data, ranked, depth, context)
+    metrics = _ranking_metrics(data, ranked, depth, context)
+    return metrics | context.first_stage_recall(queries, data.documents, search_depth)
 
 
 def measure_reranking(data: RetrievalSet, context: EncoderContext | ScorerContext) -> dict[str, float]:

@@ -83,6 +83,11 @@ class ShardedIndex:
             self.priorities = _compact(priorities)
             documents = torch.arange(len(priorities), dtype=self.priorities.dtype)
             self._document_of_priority = documents.scatter(0, priorities, documents)
+        # Pooled vectors of the same documents, whose best are searched by all of their vectors.
+        self._first_stage: ShardedIndex | None = None
+        if self.config.first_stage is not None:
+            pooled = replace(self.config, first_stage=None, token_pooling=self.config.first_stage_pooling)
+            self._first_stage = ShardedIndex(priorities, world, pooled, self.score)
         self._documents = self.score.store(self.config, world.device, -(-len(priorities) // world.size))
         self._rows = GrowingTensor(-(-len(priorities) // world.size), torch.int64, torch.device("cpu"))
         self._local_priorities: Tensor | None = None  # set by the first search
@@ -90,6 +95,8 @@ class ShardedIndex:
 
     def add(self, shard: EncodedShard) -> None:
         """Add documents of this rank; `shard.rows` are their numbers. Each document is added on one rank, once."""
+        if self._first_stage is not None:
+            self._first_stage.add(EncodedShard(self._first_stage.stored_part(shard.part), shard.rows))
         self._documents.add(shard.part)
         self._rows.append(shard.rows)
         self._local_priorities = self._sorted_numbers = None
@@ -158,14 +165,46 @@ class ShardedIndex:
     def search(self, queries: Part | Tensor, k: int) -> Ranking:
         """The K documents with the largest scores, at least 1; all documents if there are fewer. A collective.
 
+        With a first stage, they are the best of the documents that it finds, `config.first_stage` or K if that is more.
         `queries` are those of Q texts, the same on every rank; a tensor, float32 [Q, D], has one row of each.
         """
+        if self._first_stage is None:
+            return self.search_all(queries, k)
+        k, queries = min(k, self.num_documents), _as_part(queries)
+        keys = [torch.empty((0, k), dtype=torch.int64)]
+        for start in range(0, len(queries), QUERY_BATCH_SIZE):
+            batch = queries.slice(start, min(start + QUERY_BATCH_SIZE, len(queries)))
+            documents = self._found_first(batch, k)
+            scores = self.scores_of(batch, documents)
+            keys.append(top_keys(pack_keys(scores, self.priorities[documents].long()), k))
+        return self._ranking(torch.cat(keys))
+
+    def first_stage_recall(self, queries: Part | Tensor, k: int, depth: int) -> Tensor:
+        """The fraction of the best K documents of each query that are among those found for a search of `depth` ones.
+
+        Float64 [Q]. All documents are compared by all of their vectors. A collective.
+        """
+        best = self.search_all(queries, k).documents
+        found = self._found_first(_as_part(queries), depth)
+        return (best.unsqueeze(2) == found.unsqueeze(1)).any(dim=2).double().mean(dim=1)
+
+    def _found_first(self, queries: Part, k: int) -> Tensor:
+        """The documents that are searched for the best `k` of each query: int64 [Q, C]."""
+        assert self._first_stage is not None
+        assert self.config.first_stage is not None
+        return self._first_stage.search_all(queries, max(k, self.config.first_stage)).documents
+
+    def search_all(self, queries: Part | Tensor, k: int) -> Ranking:
+        """The K documents with the largest scores among all, as `search` without a first stage. A collective."""
         k, queries = min(k, self.num_documents), _as_part(queries)
         keys = [torch.empty((0, k), dtype=torch.int64)]
         for start in range(0, len(queries), QUERIES_PER_SCAN):
             scan = queries.slice(start, min(start + QUERIES_PER_SCAN, len(queries)))
             keys.append(gather_rows(self._local_results(scan, k), self._query_counts(len(scan))).cpu())
-        scores, priorities = unpack_keys(torch.cat(keys), self._documents.score_dtype)
+        return self._ranking(torch.cat(keys))
+
+    def _ranking(self, keys: Tensor) -> Ranking:
+        scores, priorities = unpack_keys(keys, self._documents.score_dtype)
         return Ranking(scores, self._document_of_priority[priorities].long())
 
     @torch.no_grad()
@@ -282,12 +321,14 @@ def _compact(priorities: Tensor) -> Tensor:
 
 
 def require_poolable(score: Score, config: IndexConfig) -> None:
-    """Raise ConfigError for `token_pooling` where a document has one vector."""
-    if config.token_pooling > 1 and not score.pools_tokens:
-        raise ConfigError(
-            f"index.token_pooling={config.token_pooling:g}: is for late-interaction models, whose documents have "
-            "several vectors; leave it out"
-        )
+    """Raise ConfigError for `token_pooling` and `first_stage` where a document has one vector."""
+    for name in ("token_pooling", "first_stage"):
+        value = getattr(config, name)
+        if value != getattr(IndexConfig, name) and not score.pools_tokens:
+            raise ConfigError(
+                f"index.{name}={value:g}: is for late-interaction models, whose documents have several vectors; leave "
+                "it out"
+            )
 
 
 def _as_part(queries: Part | Tensor) -> Part:

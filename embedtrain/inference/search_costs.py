@@ -3,18 +3,28 @@
 Memory counts what a rank holds at the same time; every rank has the plan of an encoding, over all documents. Durations
 follow from rates: encoding from that of training, the search from that of products in fp32.
 
+Of a late-interaction model, a document has a vector per token, of which an index may keep fewer (`token_pooling`), and
+a search may read fewer yet (`first_stage`).
+
 N documents, n on a rank; Q queries; k results of each; D dimensions.
 """
 
 from dataclasses import asdict, dataclass, fields
 
-from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, VectorPlacement
+from embedtrain.config.evaluation import IndexConfig, Unshard, VectorPlacement
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.inference.encode import CHUNKS_PER_BLOCK
 from embedtrain.inference.encoding_plan import MAX_KEPT_TOKENS
-from embedtrain.inference.index import PENDING_CANDIDATES, QUERIES_PER_SCAN, QUERY_BATCH_SIZE
-from embedtrain.inference.store import MAX_DEVICE_FRACTION, TILE, dtype_of
-from embedtrain.inference.vectors import scanned_candidates
+from embedtrain.inference.index import MAX_QUERY_ROWS, PENDING_CANDIDATES, QUERIES_PER_SCAN, QUERY_BATCH_SIZE
+from embedtrain.inference.store import (
+    BLOCK_NUMEL_CPU,
+    BLOCK_NUMEL_GPU,
+    MAX_DEVICE_FRACTION,
+    TILE,
+    TILE_ROWS,
+    dtype_of,
+)
+from embedtrain.inference.vectors import SCAN_DTYPES, scanned_candidates
 from embedtrain.planning.memory import ClusterSpec, encoding_memory
 from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.traffic import HOST_BANDWIDTH, Ring
@@ -119,25 +129,25 @@ class SearchCosts:
 def search_costs(model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, work: SearchWorkload) -> SearchCosts:
     """Memory, traffic and duration on one rank."""
     local = -(-work.documents // cluster.ranks)
-    vector_bytes = dtype_of(work.index).itemsize * model.dimension
-    scanned_bytes = _scanned_bytes(work.index, model.dimension)
-    scanned = local * scanned_bytes
+    document = _Document.of(work.index, model)
+    scanned = local * document.scanned_bytes
     encoding = encoding_memory(model, layout, work.chunk_tokens)
-    place, has_copy = work.index.place, work.index.scan_dtype is not None
+    place, has_copy = work.index.place, document.has_copy
     if place is VectorPlacement.auto or (has_copy and place is VectorPlacement.disk):
         on_device = cluster.gpu and scanned <= MAX_DEVICE_FRACTION * (cluster.memory - encoding.parameters)
     else:
         on_device = place is VectorPlacement.device
     on_host = 0.0 if on_device or (place is VectorPlacement.disk and not has_copy) else scanned
     if has_copy and place is not VectorPlacement.disk:
-        on_host += local * vector_bytes
+        on_host += local * document.bytes
+    texts_per_chunk = max(1, work.chunk_tokens // work.tokens_per_text)
     memory = SearchMemory(
         parameters=encoding.parameters,
         gathered=encoding.gathered,
         activations=encoding.activations,
-        embeddings=2.0 * _FP32 * model.dimension * CHUNKS_PER_BLOCK * max(1, work.chunk_tokens // work.tokens_per_text),
+        embeddings=2.0 * _FP32 * model.dimension * model.vectors[1] * CHUNKS_PER_BLOCK * texts_per_chunk,
         index=scanned if on_device else 0.0,
-        buffers=_buffers(model.dimension, work, has_copy=has_copy),
+        buffers=_buffers(model, work, document, gpu=cluster.gpu),
         host_index=on_host,
         host_plan=max(PLANNING_BYTES * work.documents, PLAN_BYTES * work.documents + LOCAL_BYTES * local),
         host_tokens=3.0 * _TOKEN * _kept_tokens(local, work),
@@ -145,16 +155,40 @@ def search_costs(model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec,
     return SearchCosts(
         memory=memory,
         traffic=_traffic(model, layout, cluster, work, scanned=scanned, on_device=on_device),
-        disk=float(work.documents * vector_bytes),
+        disk=float(work.documents * document.bytes),
         on_device=on_device,
     )
 
 
-def _scanned_bytes(index: IndexConfig, dimension: int) -> int:
-    """Bytes of a document that a search reads."""
-    if index.scan_dtype is None:
-        return dtype_of(index).itemsize * dimension
-    return (1 if index.scan_dtype is ScanDtype.int8 else 2) * dimension + 2 * _FP32  # its scale and residual
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """What an index has of a document, in means."""
+
+    bytes: float  # of its vectors
+    scanned_bytes: float  # that every search reads: these, a copy of them, or pooled vectors
+    scanned_vectors: float
+    has_copy: bool  # whether these are others
+
+    @classmethod
+    def of(cls, index: IndexConfig, model: ModelSpec) -> "_Document":
+        kept = _pooled(model.vectors[1], index.token_pooling)
+        size = dtype_of(index).itemsize * model.dimension
+        scanned, scanned_size = kept, float(size)
+        if index.scan_dtype is not None:  # scales and residuals are float32
+            scanned_size = SCAN_DTYPES[index.scan_dtype].itemsize * model.dimension + 2.0 * _FP32
+        elif index.first_stage is not None:
+            scanned = _pooled(kept, index.first_stage_pooling)
+        return cls(
+            bytes=kept * size,
+            scanned_bytes=scanned * scanned_size,
+            scanned_vectors=scanned,
+            has_copy=index.scan_dtype is not None or index.first_stage is not None,
+        )
+
+
+def _pooled(vectors: float, factor: float) -> float:
+    """The vectors that `token_pooling` keeps: the first, and one in `factor` of the others."""
+    return 1 + (vectors - 1) / factor
 
 
 def _kept_tokens(local: int, work: SearchWorkload) -> int:
@@ -162,11 +196,21 @@ def _kept_tokens(local: int, work: SearchWorkload) -> int:
     return tokens if tokens <= MAX_KEPT_TOKENS else 0  # more are tokenized a second time
 
 
-def _buffers(dimension: int, work: SearchWorkload, *, has_copy: bool) -> float:
+def _buffers(model: ModelSpec, work: SearchWorkload, document: _Document, *, gpu: bool) -> float:
+    """Queries, their candidates, and a tile: its vectors in both types, and the products with a batch of queries.
+
+    Of vectors of tokens, products are computed in blocks, of which the best of each document stay.
+    """
     queries, rows = min(work.queries, QUERIES_PER_SCAN), min(work.queries, QUERY_BATCH_SIZE)
-    limit = scanned_candidates(work.top_k) if has_copy else work.top_k + 32
+    limit = work.top_k + 32 if work.index.scan_dtype is None else scanned_candidates(work.top_k)
     candidates = queries * (limit + PENDING_CANDIDATES) * (_FP32 + 8)
-    return float(2 * _FP32 * rows * TILE + 2 * _FP32 * TILE * dimension + _FP32 * queries * dimension + candidates)
+    of_query, dimension = model.vectors[0], model.dimension
+    vectors, products = TILE, float(rows * TILE)
+    if model.vectors != (1, 1):
+        rows = min(rows * of_query, max(of_query, MAX_QUERY_ROWS))
+        vectors = TILE_ROWS
+        products = (BLOCK_NUMEL_GPU if gpu else BLOCK_NUMEL_CPU) + rows * TILE_ROWS / document.scanned_vectors
+    return 2 * _FP32 * (products + vectors * dimension) + _FP32 * queries * of_query * dimension + candidates
 
 
 def _traffic(
@@ -186,8 +230,11 @@ def _traffic(
     passes = 1.0 if work.unshard is Unshard.model else max(1.0, tokens / work.chunk_tokens)
     weights = shards.fraction * passes * model.compute_bytes * model.weights.parameters if layout.shard > 1 else 0.0
     texts = everyone.fraction * ((8 + 4) * work.documents + _TOKEN * _kept_tokens(local, work))
-    queries = everyone.fraction * _FP32 * work.queries * model.dimension
+    queries = everyone.fraction * _FP32 * work.queries * model.vectors[0] * model.dimension
     results = everyone.fraction * 2 * 8 * work.queries * work.top_k
+    if work.index.first_stage is not None:  # those of the first stage, and the scores of all that it has found
+        found = min(work.documents, max(work.top_k, work.index.first_stage))
+        results = everyone.fraction * 2 * (8 + _FP32) * work.queries * found
 
     flops = work.documents * model.weights.document.of(work.tokens_per_text)[0]
     flops += work.queries * model.weights.query.of(work.tokens_per_query)[0]
@@ -196,8 +243,10 @@ def _traffic(
     again = 0.0 if _kept_tokens(local, work) else tokens / work.tokens_per_second
     gathers = shards.seconds(weights, passes * len(model.weights.groups))
     scans = -(-work.queries // QUERIES_PER_SCAN)
-    reading = _reading_seconds(model.dimension, cluster, work, 0.0 if on_device else scans * scanned)
-    products = 2.0 * work.queries * local * model.dimension / work.search_flops
+    document = _Document.of(work.index, model)
+    reading = _reading_seconds(document, cluster, work, 0.0 if on_device else scans * scanned)
+    pairs = work.queries * model.vectors[0] * local * document.scanned_vectors
+    products = 2.0 * pairs * model.dimension / work.search_flops
     return SearchTraffic(
         weights=weights,
         texts=texts,
@@ -209,13 +258,13 @@ def _traffic(
     )
 
 
-def _reading_seconds(dimension: int, cluster: ClusterSpec, work: SearchWorkload, scanned: float) -> float:
+def _reading_seconds(document: _Document, cluster: ClusterSpec, work: SearchWorkload, scanned: float) -> float:
     """Seconds to read what is not on the device: `scanned` bytes in order, and single vectors of candidates."""
-    is_mapped, has_copy = work.index.place is VectorPlacement.disk, work.index.scan_dtype is not None
+    is_mapped, has_copy = work.index.place is VectorPlacement.disk, document.has_copy
     bandwidth = _DISK_BANDWIDTH if is_mapped and not has_copy else HOST_BANDWIDTH
     seconds = scanned / bandwidth if cluster.gpu or bandwidth == _DISK_BANDWIDTH else 0.0
     if has_copy:
-        candidates = _CANDIDATES * work.top_k * work.queries / cluster.ranks
-        vector = dtype_of(work.index).itemsize * dimension
-        seconds += candidates * (_PAGE / _DISK_BANDWIDTH if is_mapped else vector / HOST_BANDWIDTH)
+        found = _CANDIDATES * work.top_k if work.index.first_stage is None else work.index.first_stage
+        candidates = min(work.documents, found) * work.queries / cluster.ranks
+        seconds += candidates * (_PAGE / _DISK_BANDWIDTH if is_mapped else document.bytes / HOST_BANDWIDTH)
     return seconds

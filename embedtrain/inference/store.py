@@ -103,6 +103,10 @@ def require_kept_in_memory(config: IndexConfig, kind: str) -> None:
 
 # Vectors per tile: as many are on the device at a time if vectors are kept on the host.
 TILE = 16384
+# The same of documents with a vector per token.
+TILE_ROWS = 1 << 17
+# Their inner products, or numbers of gathered rows, in one block of a search: on a CPU what fits its caches.
+BLOCK_NUMEL_CPU, BLOCK_NUMEL_GPU = 1 << 19, 1 << 26
 # Fraction of a GPU's free memory that vectors may take before they are kept on the host.
 MAX_DEVICE_FRACTION = 0.5
 _DTYPES = {VectorDtype.fp32: torch.float32, VectorDtype.bf16: torch.bfloat16, VectorDtype.fp16: torch.float16}

@@ -292,14 +292,15 @@ def choose_implementation(
         sum(counts.queries) if direction in QUERY_CANDIDATES else sum(counts.documents)
         for direction in config.directions
     ]
-    if max(num_rows[0]) * sum(num_candidates) * dtype.itemsize <= MAX_PLAIN_BYTES:
-        return Implementation.plain
     by_kind = {
         direction in QUERY_CANDIDATES: sum(num_rows[0] if direction in QUERY_CANDIDATES else num_rows[1])
         for direction in config.directions
     }
     size = gathered_bytes(sum(by_kind.values()), dimension, dtype, len(counts.queries))
-    return Implementation.ring if size > MAX_GATHERED_BYTES else Implementation.tiled
+    if size > MAX_GATHERED_BYTES:  # also where scores are few: a page has a thousand rows
+        return Implementation.ring
+    is_small = max(num_rows[0]) * sum(num_candidates) * dtype.itemsize <= MAX_PLAIN_BYTES
+    return Implementation.plain if is_small else Implementation.tiled
 
 
 def _gather_guide(guide: Guide, counts: Counts, *, with_queries: bool) -> Guide:

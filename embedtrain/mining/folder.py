@@ -68,7 +68,7 @@ def mining_identity(
         if (is_in_result(option.name, options) or option.name == "query_batch_size")
         and not (info(option).is_input or info(option).is_revision)
     }
-    identity["index"] = options.index.identity
+    identity["index"] = options.index.search_identity
     return {
         **identity,
         "data": {source.name: source.identity() for source in sources},

@@ -111,7 +111,7 @@ class _BiEncoder:
     def prepare(self, pool: DocumentPool, directory: Path, progress: ProgressCallback) -> None:
         """Encode all documents."""
         prompt = self._encoder.document_prompt
-        config = replace(self._options.index, token_pooling=1.0)  # of the model that searches
+        config = replace(self._options.index, token_pooling=1.0, first_stage=None)  # of the model that searches
         self._index = ShardedIndex(first_added_order(len(pool)), self._encoder.world, config, self._encoder.score)
         with self._encoder.report_progress(progress):
             self._index.add_texts(

@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from sentence_transformers.multi_vector_encoder.modules.token_pooling import HierarchicalTokenPooling
 
 from embedtrain.config.evaluation import IndexConfig, ScanDtype, Unshard, VectorDtype, VectorPlacement
 from embedtrain.data.types import Chunk, TextRole
@@ -224,6 +225,33 @@ def test_the_same_vectors_on_any_number_of_ranks(ranks, role):
     expected = alone(TEXTS, role)
     assert results[0][1] == expected.sizes.tolist()
     torch.testing.assert_close(torch.tensor(results[0][0]), expected.values, atol=1e-6, rtol=0)
+
+
+def search_in_two_stages(world, config, k):
+    index = ShardedIndex(trec_order(numbered(11)), world, config, MaxSim(mean=False))
+    local = np.arange(world.rank, 11, world.size)
+    index.add(EncodedShard(DOCUMENTS.take(torch.from_numpy(local), local), torch.from_numpy(local)))
+    ranking = index.search(QUERIES, k)
+    return rows_of(ranking.scores, ranking.documents), index.first_stage_recall(QUERIES, k, k).tolist()
+
+
+@pytest.mark.parametrize(("first_stage", "k"), [(4, 3), (2, 5), (100, 4)])
+def test_a_first_stage_of_pooled_vectors(ranks, first_stage, k):
+    """The best of pooled vectors are scored by all vectors; at least `k` of them, and at most all documents."""
+    pooling = HierarchicalTokenPooling(pool_factor=3.0)
+    pooled = [pooling.pool_one(rows) for rows in DOCUMENTS.values.split(DOCUMENTS.sizes.tolist())]
+    pooled = Part(unit_vectors(torch.cat(pooled)), np.array(list(map(len, pooled))))
+    assert pooled.sizes.sum() < DOCUMENTS.sizes.sum() / 2
+    ids = numbered(11)
+    found = [[number for _, number in row] for row in exact_rankings(QUERIES, pooled, ids, max(first_stage, k))]
+    best = exact_rankings(QUERIES, DOCUMENTS, ids, 11)
+    expected = [[pair for pair in row if pair[1] in of_query][:k] for row, of_query in zip(best, found, strict=True)]
+    recall = [sum(number in of for _, number in row[:k]) / k for row, of in zip(best, found, strict=True)]
+    assert (min(recall) < 1) is (first_stage < 11)
+    config = IndexConfig(first_stage=first_stage, first_stage_pooling=3.0)
+    for size in (1, 2, 3):
+        for result in ranks(size, search_in_two_stages, config, k):
+            assert result == (expected, recall)
 
 
 def search_pooled(world, factor):

@@ -4,9 +4,11 @@ import itertools
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,11 +19,13 @@ from embedtrain.distributed import collectives
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.inference import encoding_plan
-from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.encoding_plan import PromptedTexts, plan_encoding
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.search_costs import PLAN_BYTES, PLANNING_BYTES, SearchCosts, SearchWorkload, search_costs
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.kinds.late_interaction.score import MaxSim
+from embedtrain.losses.encoded import Part
 from embedtrain.planning.memory import ClusterSpec
 from tests.evaluation.tiny import sentence_encoder
 from tests.planning.models import spec_of
@@ -33,8 +37,10 @@ QUERIES, TOP_K = 12, 7
 MODEL = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def planned(size: int, index: IndexConfig, *, gpu: bool = False, memory: int = 2**34) -> SearchCosts:
-    model = spec_of(MODEL)
+def planned(
+    size: int, index: IndexConfig, *, gpu: bool = False, memory: int = 2**34, vectors: tuple[int, int] = (1, 1)
+) -> SearchCosts:
+    model = replace(spec_of(MODEL), vectors=vectors)
     cluster = ClusterSpec(ranks=size, per_node=size, memory=memory, gpu=gpu)
     work = SearchWorkload(
         documents=len(TEXTS),
@@ -122,6 +128,45 @@ def test_memory_traffic_and_files_are_those_of_ranks(ranks, tmp_path, size, conf
     assert sum(sent for _, sent, _, _ in results) / size == pytest.approx(others * (keys + 5 * tokens / size), rel=0.1)
     stored = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert costs.disk <= stored <= costs.disk + 1.1 * 8 * len(TEXTS) + 400 * len(list(tmp_path.rglob("*.safetensors")))
+
+
+PAGES = [
+    IndexConfig(dtype=VectorDtype.fp16),
+    IndexConfig(token_pooling=2),
+    IndexConfig(dtype=VectorDtype.fp16, scan_dtype=ScanDtype.int8),
+    IndexConfig(first_stage=4, first_stage_pooling=8),
+]
+
+
+def index_of_pages(world: World, config: IndexConfig) -> tuple[int, int]:
+    """Bytes of the vectors of 17 tokens for each document, and of those that a search reads."""
+    index = ShardedIndex(first_added_order(len(TEXTS)), world, config, MaxSim(mean=False))
+    local = torch.arange(len(TEXTS))[world.rank :: world.size]
+    values = torch.randn(17 * len(local), MODEL["hidden_size"], generator=torch.Generator().manual_seed(world.rank))
+    part = index.stored_part(Part(values, np.full(len(local), 17)))
+    index.add(EncodedShard(part, local))
+    store: Any = index._documents
+    store._seal()
+    held = read = sum(tile.rows.values.nbytes for tile in store._tiles)
+    if config.scan_dtype is not None:
+        read = sum(copy.codes.nbytes + copy.scales.nbytes + copy.residuals.nbytes for copy in store._copies)
+    if config.first_stage is not None:
+        pooled: Any = index._first_stage._documents  # type: ignore[union-attr]
+        pooled._seal()
+        read = sum(tile.rows.values.nbytes for tile in pooled._tiles)
+    return held, read
+
+
+@pytest.mark.parametrize("config", PAGES, ids=lambda config: config.search_identity)
+def test_memory_of_vectors_of_tokens_is_that_of_ranks(ranks, config):
+    for size in (1, 3):
+        costs = planned(size, config, vectors=(5, 17))
+        held, read = (sum(values) for values in zip(*ranks(size, index_of_pages, config), strict=True))
+        has_copy = config.scan_dtype is not None or config.first_stage is not None
+        assert costs.memory.host_index * size == held + read * has_copy
+        assert costs.disk == held
+        on_gpu = planned(size, config, vectors=(5, 17), gpu=True)
+        assert (on_gpu.memory.index * size, on_gpu.memory.host_index * size) == (read, held * has_copy)
 
 
 def test_memory_of_a_plan():

@@ -25,7 +25,7 @@ from embedtrain.losses.build import build_loss
 from embedtrain.losses.excluded import Exclusion, no_negatives_warning
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
 from embedtrain.losses.sentence_transformers import PlaceholderModel, placeholder_tokenizer
-from embedtrain.losses.types import BatchInfo, Counts, GlobalRows, Guide
+from embedtrain.losses.types import BatchInfo, Counts, GlobalRows, Guide, Sizes
 from tests.losses.global_batch import Case, GlobalVectors, check, check_all, vectors
 from tests.losses.reference_loss import PrecomputedVectors
 from tests.marks import slow_but
@@ -500,6 +500,14 @@ def test_implementation_is_chosen_by_size(queries, documents, expected):
     assert choose_implementation(InfoNCEConfig(), Counts(queries, documents), *like) is expected
     forced = InfoNCEConfig(implementation=Implementation.ring)
     assert choose_implementation(forced, Counts(queries, documents), *like) is Implementation.ring
+
+
+def test_pages_travel_although_their_scores_are_few():
+    """Documents of 1,030 rows are 4 GiB on 64 ranks, and a rank has 34 MB of scores of the rows of its queries."""
+    counts, pages = Counts([64] * 64, [64] * 64), Sizes(np.full(4096, 30), np.full(4096, 1030))
+    assert choose_implementation(InfoNCEConfig(), counts, 128, torch.float32, pages) is Implementation.ring
+    short = Sizes(np.full(4096, 30), np.full(4096, 180))
+    assert choose_implementation(InfoNCEConfig(), counts, 128, torch.float32, short) is Implementation.plain
 
 
 def test_fixed_temperature_has_no_parameters():

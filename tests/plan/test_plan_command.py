@@ -274,6 +274,27 @@ def test_a_search_of_many_documents():
     assert on_host["memory"]["host_index"] == local * 4096
 
 
+def test_a_search_of_pages():
+    """A million documents of 1,030 vectors; the pooled ones are on the GPU, and all of them in host memory."""
+    common = [
+        "plan",
+        shape(small_model("llama").config),
+        "model.kind=late_interaction",
+        "documents=1000000",
+        "gpus=8",
+        "queries=1000",
+    ]
+    common += ["tokens_per_text=1030", "tokens_per_query=30", "index.dtype=fp16", "index.first_stage=200"]
+    result = json.loads(call(*common, "index.first_stage_pooling=16", "--json"))
+    assert result["model"]["vectors"] == [30, 1030]
+    assert result["on_device"] and result["fits"]
+    assert result["memory"]["host_index"] == 125_000 * 1030 * 128 * 2
+    assert result["memory"]["index"] == 125_000 * (1 + 1029 / 16) * 128 * 2
+    products = 2 * 1000 * 30 * 125_000 * (1 + 1029 / 16) * 128
+    assert result["traffic"]["search_seconds"] == pytest.approx(products / 40e12, rel=0.5)
+    assert "1,030 vectors of 128 a document, 30 a query" in call(*common)
+
+
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [

@@ -35,7 +35,7 @@ def maxsim(texts: int, world: World, visit: Visit) -> Values:
     """In-batch negatives by MaxSim beside sentence-transformers."""
     texts, values, norms = 16 if visit.small else texts, dict[str, object](), []
     for side in late_interaction.SIDES[:1] + late_interaction.SIDES[2:4]:
-        result = late_interaction.measure_here(side, texts, world.device)
+        result = late_interaction.measure_here(side, late_interaction.Shape(texts), world.device)
         values[side.name] = f"{result.extra:,.0f} MiB / {result.seconds:.3f} s"
         norms.append((result.loss, *result.norms))
         free_memory()

@@ -329,7 +329,8 @@ def _open_encoder(
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
     directory = options.vectors_dir
     identity = _identity(options, model, world) if directory or options.mteb else {}
-    return encoder, identity, VectorCache(expand_user(directory), identity) if directory else None
+    vector_cache = VectorCache(expand_user(directory), identity) if directory else None
+    return encoder, identity | {"index": options.index.search_identity}, vector_cache
 
 
 def _compressed(options: EvaluateOptions, model: "LoadedModel | None") -> "CompressedVectors":

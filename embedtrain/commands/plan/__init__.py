@@ -40,7 +40,7 @@ The exit code is 0 if the training fits in memory, and 1 if it does not.
 
 {options: gpus gpus_per_node gpu_memory host_memory bandwidth_node bandwidth_network tflops tokens_per_text
   texts_per_row documents queries search_depth tokens_per_query index.dtype index.scan_dtype index.place
-  search_tflops tokens_per_second json}
+  index.token_pooling index.first_stage index.first_stage_pooling search_tflops tokens_per_second json}
 
 `embedtrain train --help` explains the options of training and lists recipes."""
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embedtrain.config.evaluation import check_index_of_kind
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.recipe import Attention, OnError, ParallelConfig, Precision, Recipe, Strategy, TrainSource
 from embedtrain.config.source_losses import source_requirements
@@ -16,6 +18,7 @@ from embedtrain.distributed.block_compute import wants_compiled_blocks
 from embedtrain.distributed.sharding import ParallelLayout
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.inference.search_costs import SearchCosts, SearchWorkload, search_costs
+from embedtrain.inference.store import require_kept_in_memory
 from embedtrain.models.attention import KERNEL_CAPABILITY
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import check_packing
@@ -193,7 +196,9 @@ def planned_model(recipe: Recipe, options: "PlanOptions") -> PlannedModel:
     meta = build_meta_encoder(recipe)
     encoder = meta.encoder
     length = options.tokens_per_text or meta.max_length
-    vectors = meta.source.kind.vectors_per_text(meta.source, length)
+    of_texts = (options.tokens_per_query or length, length)
+    of_query, of_document = (meta.source.kind.vectors_per_text(meta.source, of_text) for of_text in of_texts)
+    vectors = of_query[0], of_document[1]
     packable = recipe.model.attention is not Attention.padded
     packed = (
         packable and check_packing(encoder, precision=precision, capability=KERNEL_CAPABILITY).padding_reason is None
@@ -388,13 +393,17 @@ class SearchPlan:
         """Plain values: sizes in bytes, times in seconds."""
         model, work = self.planned.model, asdict(self.work)
         index = self.work.index
-        scan = None if index.scan_dtype is None else index.scan_dtype.value
         work |= {
             "unshard": self.work.unshard.value,
-            "index": {"dtype": index.dtype.value, "scan_dtype": scan, "place": index.place.value},
+            "index": {name: value.value if isinstance(value, Enum) else value for name, value in asdict(index).items()},
         }
         return {
-            "model": {"name": model.name, "parameters": model.weights.parameters, "dimension": model.dimension},
+            "model": {
+                "name": model.name,
+                "parameters": model.weights.parameters,
+                "dimension": model.dimension,
+                "vectors": model.vectors,
+            },
             "cluster": {**asdict(self.planned.cluster), "usable": self.planned.cluster.usable},
             "strategy": self.layout.strategy.value,
             "work": work,
@@ -406,11 +415,15 @@ class SearchPlan:
 def plan_search(recipe: Recipe, options: "PlanOptions") -> SearchPlan:
     """Plan an evaluation or mining with the model of a recipe, without a GPU and without weights."""
     assert options.documents is not None
-    if not load_kind(recipe.model.kind).has_one_vector:
+    kind = load_kind(recipe.model.kind)
+    if not (kind.has_one_vector or kind.has_token_vectors):
         raise ConfigError(
-            f"documents={options.documents}: plans of a search are for models with one dense vector per text, not for "
-            f"model.kind={recipe.model.kind}; leave it out to plan a training"
+            f"documents={options.documents}: plans of a search are for models with one dense vector per text or per "
+            f"token, not for model.kind={kind.name}; leave it out to plan a training"
         )
+    check_index_of_kind(options.index, "index.", kind)
+    if kind.has_token_vectors:
+        require_kept_in_memory(options.index, "late-interaction model")
     planned = planned_model(recipe, options)
     layout = choose_encoding_layout(recipe.parallel, planned.cluster, planned.model).layout
     work = SearchWorkload(
@@ -435,9 +448,16 @@ def print_search_plan(page: Page, plan: SearchPlan) -> None:
     page.heading(f"plan of a search of {work.documents:,} documents")
     place = "on the GPU" if costs.on_device else "in files" if not memory.host_index else "in host memory"
     copy = "" if index.scan_dtype is None else f", copied in {index.scan_dtype.value}"
+    if index.first_stage is not None:
+        copy = f", of which the best {index.first_stage:,} by one in {index.first_stage_pooling:g} are scored"
+    if index.token_pooling > 1:
+        copy = f", one in {index.token_pooling:g}{copy}"
+    vectors = f"vectors of {model.dimension:,}"
+    if model.vectors != (1, 1):
+        vectors = f"{model.vectors[1]:,} vectors of {model.dimension:,} a document, {model.vectors[0]:,} a query"
     page.facts(
         [
-            ("model", f"{model.name}, {model.weights.parameters:,} parameters, vectors of {model.dimension:,}"),
+            ("model", f"{model.name}, {model.weights.parameters:,} parameters, {vectors}"),
             ("hardware", f"{cluster.ranks:,} GPUs, {cluster.per_node} per node; {plan.layout.strategy.value}"),
             ("texts", f"{work.documents:,} documents of {work.tokens_per_text:,} tokens, {work.queries:,} queries"),
             ("index", f"vectors in {index.dtype.value}{copy}; a search reads them {place}"),

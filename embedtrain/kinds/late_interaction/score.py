@@ -30,7 +30,10 @@ from embedtrain.config.losses import TOKEN_TEMPERATURE_BOUNDS
 from embedtrain.distributed.device import free_memory
 from embedtrain.inference.exact import full_precision, pair_batch_size, pairwise_dot, sum_of_halves, unit_vectors
 from embedtrain.inference.store import (
+    BLOCK_NUMEL_CPU,
+    BLOCK_NUMEL_GPU,
     MAX_DEVICE_FRACTION,
+    TILE_ROWS,
     DocumentStore,
     DocumentTile,
     GrowingTensor,
@@ -42,11 +45,6 @@ from embedtrain.inference.vectors import RoundedVectors, scanned_candidates, wit
 from embedtrain.losses.encoded import Encoded, Part, concatenate, to_device
 from embedtrain.losses.score import BLOCK_CELLS_CPU, BLOCK_CELLS_GPU, Columns, ScoreTile, TiledScore
 from embedtrain.losses.similarity import at_least_float32, rounding_tolerance
-
-# Rows of a tile of a search: as many are on the device at a time if vectors are kept on the host.
-TILE_ROWS = 1 << 17
-# Inner products, or numbers of gathered rows, in one block of a search: on a CPU what fits its caches.
-BLOCK_NUMEL_CPU, BLOCK_NUMEL_GPU = 1 << 19, 1 << 26
 
 Indices = NDArray[np.int64]
 
@@ -253,7 +251,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        tile: MaxSimTile = ctx.tile
+        # Nothing else holds the sorted rows, which take as much as their gradient in the order before.
+        tile, ctx.tile = ctx.tile, None
         queries, documents = torch.zeros_like(tile.anchors.values), torch.zeros_like(tile.columns.values)
         weights = grads[0].new_ones(len(grads[0]), 1)
         tile.add_anchor_grads(queries, grads[0], weights)
@@ -331,7 +330,8 @@ def sorted_by_length(part: Part) -> SortedDocuments:
     indices = to_device(order, device)
     lengths, counts = np.unique(part.sizes, return_counts=True)
     runs = tuple(zip(counts.tolist(), lengths.tolist(), strict=True))
-    return SortedDocuments(part.take(indices, order).values, indices, runs)
+    is_sorted = bool((part.sizes[1:] >= part.sizes[:-1]).all())
+    return SortedDocuments(part.values if is_sorted else part.take(indices, order).values, indices, runs)
 
 
 def sum_by_text(values: Tensor, part: Part) -> Tensor:
@@ -425,9 +425,10 @@ class TokenVectorStore(DocumentStore):
     def __init__(self, config: IndexConfig, device: torch.device, expected: int = 0, *, mean: bool) -> None:
         self._device, self._mean = device, mean
         self._dtype, self._scan_dtype = dtype_of(config), config.scan_dtype
-        has_copy, is_auto = config.scan_dtype is not None, config.place is VectorPlacement.auto
-        # By default only the copy is on the device.
-        self._memory = _Memory(VectorPlacement.host if has_copy and is_auto else config.place, device)
+        reads_less = config.scan_dtype is not None or config.first_stage is not None
+        is_auto = config.place is VectorPlacement.auto
+        # By default only what every search reads is on the device.
+        self._memory = _Memory(VectorPlacement.host if reads_less and is_auto else config.place, device)
         self._copy_memory = _Memory(config.place, device)
         self._tiles: list[_TokenTile] = []  # of the data type and in the memory in which they are kept
         self._copies: list[RoundedVectors] = []  # of the rows of each tile, in its order

@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import pytrec_eval
 import torch
 from sentence_transformers.multi_vector_encoder import evaluation as st
+from sentence_transformers.multi_vector_encoder.modules.token_pooling import HierarchicalTokenPooling
 from sentence_transformers.util import maxsim, maxsim_pairwise
 
+from embedtrain.config.evaluation import IndexConfig, ScanDtype, VectorDtype
 from embedtrain.config.kinds import load_kind
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.evaluator import Evaluator
@@ -89,6 +93,59 @@ def test_metrics_equal_sentence_transformers_on_any_number_of_ranks(ranks, tmp_p
     assert metrics["bitext"]["accuracy"] == pytest.approx(right / len(nearest))
     assert metrics["searched@4"] != metrics["searched"]
     assert {name.removesuffix("@4") for name in metrics} == {"searched", "plain", "pairs", "labelled", "bitext", "mean"}
+
+
+INDICES = [
+    IndexConfig(),
+    IndexConfig(dtype=VectorDtype.fp16, token_pooling=2, scan_dtype=ScanDtype.int8),
+    IndexConfig(first_stage=6, first_stage_pooling=3),
+]
+
+
+def measure_indices(world):
+    searched = [replace(all_sets()[0], metrics=("ndcg@10", "recall@3"))]
+    encoder = token_encoder(world, **PROMPTS)
+    return [Evaluator(searched, encoder, world, index=index).evaluate()["searched"] for index in INDICES]
+
+
+def vectors_of(world):
+    data, model = plain_set(), SentenceTransformersAdapter(token_encoder(world, **PROMPTS))
+    return model.encode_query([data.queries[q] for q in data.judgements]), model.encode_document(data.documents.texts)
+
+
+def test_metrics_equal_pytrec_eval_with_each_index(ranks):
+    """Of scores in float64 of the same vectors: all, those pooled and in fp16, and all of the documents found first."""
+    results = [result for size in (1, 2, 3) for result in ranks(size, measure_indices)]
+    assert all(result == results[0] for result in results)
+    data, (queries, documents) = plain_set(), ranks(1, vectors_of)[0]
+
+    def pooled(factor):
+        pooling = HierarchicalTokenPooling(pool_factor=factor)
+        return [torch.nn.functional.normalize(pooling.pool_one(torch.as_tensor(rows)), dim=1) for rows in documents]
+
+    def scores(rows):
+        of_pairs = [[float((np.float64(q) @ np.float64(d).T).max(1).sum()) for d in rows] for q in queries]
+        return np.float32(of_pairs)
+
+    exact = scores(documents)
+    found = np.argsort(-scores(pooled(3.0)), axis=1)[:, :10]  # as many as the metrics need
+    restricted = np.full_like(exact, -np.inf)
+    np.put_along_axis(restricted, found, np.take_along_axis(exact, found, axis=1), axis=1)
+    names = {"ndcg@10": "ndcg_cut_10", "recall@3": "recall_3"}
+    evaluator = pytrec_eval.RelevanceEvaluator(data.judgements, {"ndcg_cut.10", "recall.3"})
+    for result, of_index in zip(results[0], (exact, scores([d.half() for d in pooled(2.0)]), restricted), strict=True):
+        run = {
+            query: {d: float(s) for d, s in zip(data.documents.ids, row, strict=True) if np.isfinite(s)}
+            for query, row in zip(data.judgements, of_index, strict=True)
+        }
+        values = evaluator.evaluate(run).values()
+        for ours, theirs in names.items():
+            assert result[ours] == pytest.approx(np.mean([of_query[theirs] for of_query in values]), abs=1e-9), ours
+    best = np.argsort(-exact, axis=1)[:, :10]
+    recall = np.mean([len(set(row) & set(of_first)) / 10 for row, of_first in zip(best, found, strict=True)])
+    assert 0.2 < recall < 1
+    assert results[0][2]["first_stage_recall@10"] == pytest.approx(recall)
+    assert [len(result) for result in results[0]] == [2, 2, 3]
 
 
 def what_encode_gives(world):

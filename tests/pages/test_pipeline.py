@@ -30,7 +30,10 @@ SIZES = [
     "stages.tuned.checkpoint.every=2", "stages.tuned.parallel.precision=fp32",
 ]  # fmt: skip
 # A model of one vector in the place of late interaction.
-DENSE = ["stages.tuned.model.kind=dense", "stages.tuned.model.pooling=last", "stages.pooled.index.token_pooling=1"]
+DENSE = [
+    "stages.tuned.model.kind=dense", "stages.tuned.model.pooling=last", "stages.tuned.model.similarity=null",
+    "stages.pooled.index.token_pooling=1",
+]  # fmt: skip
 
 
 def write_inputs(folder: Path) -> None:

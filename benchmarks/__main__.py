@@ -25,8 +25,8 @@ TABLES = (
     "memory_traffic",
     "startup",
 )
-# Slow; data_memory and scale need a lot of disk space as well, defaults needs other data sets.
-ON_DEMAND = ("data_memory", "pipeline_ablation", "scale", "many_ranks", "defaults")
+# Slow; page_steps needs colpali-engine, data_memory and scale a lot of disk space as well, defaults other data sets.
+ON_DEMAND = ("page_steps", "data_memory", "pipeline_ablation", "scale", "many_ranks", "defaults")
 
 
 def main() -> None:

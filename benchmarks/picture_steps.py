@@ -71,7 +71,7 @@ class Ours:
     def __init__(self, world: World, directory: Path, batches: Sequence[Rows]) -> None:
         self.model = load_ours(world, directory)
         self.run = make_step_context(self.model, world)
-        self.batches = [_global_batch(rows, self.model.tokenizer) for rows in batches]
+        self.batches = [global_batch(rows, self.model.tokenizer) for rows in batches]
 
     def __call__(self, round_number: int) -> float:
         """The loss of a step."""
@@ -155,7 +155,8 @@ class _Tokens:
         return self._all.take(texts)
 
 
-def _global_batch(rows: Rows, tokenizer: TextTokenizer) -> GlobalBatch:
+def global_batch(rows: Rows, tokenizer: TextTokenizer) -> GlobalBatch:
+    """A batch of texts, each with a picture."""
     queries, documents = [text for text, _ in rows], picture_items([path for _, path in rows])
     examples = tuple(Example(query, Documents((item,))) for query, item in zip(queries, documents, strict=True))
     return GlobalBatch(0, examples, tokens=_Tokens(queries, documents, tokenizer), has_loss_columns=False)

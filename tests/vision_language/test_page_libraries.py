@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from embedtrain.commands.export import compose, run
 from embedtrain.commands.merge import compose as compose_merge
 from embedtrain.commands.merge import run as merge
+from embedtrain.commands.verify import compose as compose_verify
+from embedtrain.commands.verify import run as verify
 from embedtrain.config.recipe import LoraConfig
 from embedtrain.errors import ConfigError, ModelError
 from tests.late_vision_models import (
@@ -89,9 +91,10 @@ def test_adapters_of_colpali_engine(tmp_path, architecture):
     """Merged by `merge`, which begins with what commands and trainings read: of layers, and of the projection."""
     directory = save_late_model(ENGINE, architecture, tmp_path)
     adapter, merged = save_late_adapter(architecture, directory, tmp_path)
-    if architecture.startswith("qwen2"):  # published adapters have the names of older versions of transformers
+    renamed = {"qwen2_vl": ".model.", "qwen2_5_vl": ".model.", "paligemma": ".language_model.model."}.get(architecture)
+    if renamed is not None:  # published adapters have the names of older versions of transformers
         weights = load_file(adapter / "adapter_model.safetensors")
-        old = {name.replace(".language_model.", ".model."): value for name, value in weights.items()}
+        old = {name.replace(".language_model.", renamed): value for name, value in weights.items()}
         save_file(old, adapter / "adapter_model.safetensors", {"format": "pt"})
     output_dir = merge(compose_merge([f"models=[{adapter}]", f"output_dir={tmp_path / 'out'}"]))
     ours, theirs, base = (late_oracle(ENGINE, path) for path in (output_dir, merged, directory))
@@ -113,3 +116,16 @@ def test_adapters_of_other_models(tmp_path):
     (dense,) = source.vectors.dense
     assert dense.adapter is not None
     assert dense.adapter.scale == 3.0  # 6 / sqrt(4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["qwen2_vl", "paligemma"])
+def test_verify_compares_drawn_pages(tmp_path, architecture):
+    """Beside queries and texts, by transformers and by sentence-transformers."""
+    directory = save_late_model(TRANSFORMERS, architecture, tmp_path)
+    arguments = [f"model={directory}", "engines=[transformers,sentence_transformers]"]
+    outcomes = verify(compose_verify(arguments))
+    for outcome in outcomes:
+        assert outcome.differences is not None
+        assert outcome.differences.keys() == {"query", "document", "page"}
+    assert len(outcomes) == 2

@@ -10,6 +10,8 @@ import torch
 from sentence_transformers.multi_vector_encoder.modules.token_pooling import HierarchicalTokenPooling
 
 from benchmarks.drawn_pages import BM25_DEPTH, write_pages
+from embedtrain.commands.evaluate import compose as compose_evaluate
+from embedtrain.commands.evaluate import run as evaluate
 from embedtrain.config.evaluation import EvaluationSet, IndexConfig
 from embedtrain.config.recipe import Precision
 from embedtrain.data.types import TextRole
@@ -21,6 +23,7 @@ from embedtrain.inference.loading.command_model import load_encoder_model
 from tests.image_text.models import save_image_text
 from tests.late_vision_models import ENGINE, save_late_model
 from tests.small import model_options
+from tests.vision_language.rerankers import save_vision_reranker
 
 # The metrics and their names in pytrec_eval.
 METRICS = {"ndcg@10": "ndcg_cut_10", "ndcg@100": "ndcg_cut_100", "recall@100": "recall_100"}
@@ -132,3 +135,31 @@ def test_all_pages_on_any_number_of_ranks(ranks, tmp_path):
         assert all(metrics == results[0] for metrics in results)
         queries, pages = ranks(2, encoded, *arguments, timeout=600)[0]
         require_metrics_of(results[0], folder, queries, pooled(pages, factor) if factor > 1 else pages)
+
+
+def reranked(world: World, reranker: Path, pages: Path, output_dir: Path) -> dict[str, Any]:
+    """What `evaluate` measures of BM25's run, and of a reranker on it."""
+    sets = f"sets=[{{path: {pages}, candidates: {pages / 'bm25.run'}}}]"
+    options = [sets, f"reranker={reranker}", f"metrics=[{','.join(METRICS)}]", "save_runs=true"]
+    return dict(evaluate(compose_evaluate([*options, "rerank_depth=20", f"output_dir={output_dir}"])))
+
+
+@pytest.mark.slow
+def test_a_reranker_orders_what_bm25_finds(ranks, tmp_path):
+    """The same floats on any number of ranks; pages behind the reranked ones are not in its ranking."""
+    folder = tmp_path / "pages"
+    write_pages(folder, 60)
+    reranker = save_vision_reranker("idefics3", tmp_path)
+    results = [
+        metrics
+        for size in (1, 2, 3)
+        for metrics in ranks(size, reranked, reranker, folder, tmp_path / str(size), timeout=600)
+    ]
+    assert all(metrics == results[0] for metrics in results)
+    found = read_run(folder / "bm25.run")
+    assert results[0]["pages+run"] == pytest.approx(trec_eval(folder, found))
+    written = read_run(tmp_path / "1/runs/pages+run+reranker.run")
+    assert results[0]["pages+run+reranker"] == pytest.approx(trec_eval(folder, written))
+    for query, scored in written.items():
+        assert set(scored) == set(sorted(found[query], key=lambda page: -found[query][page])[:20])
+    assert results[0]["pages+run+reranker"] != results[0]["pages+run"]

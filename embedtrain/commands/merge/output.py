@@ -220,7 +220,9 @@ def write_merged(
     config = replace(options.export, truncate_dim=settings.truncate_dim, rope_theta=rope_theta)
     with world.fail_together("preparing the directory"):
         weights = WeightStream(dict(members[0].specs), iter(()))
-        export = plan_export(Path(options.output_dir), scratch.unfinished, architecture, weights, dtype, config)
+        base = settings.source if settings.run is None else None
+        output_dir = Path(options.output_dir)
+        export = plan_export(output_dir, scratch.unfinished, architecture, weights, dtype, config, base=base)
         if world.is_main:
             export.begin()
     with console.progress() as progress, world.fail_together("writing the merged weights"):

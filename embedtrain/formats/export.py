@@ -255,8 +255,8 @@ def plan_export(
     adapter_specs = weights.adapter if ADAPTER in config.formats else {}
     if base is None and kind_of_files(architecture)[0].files.further_specs(architecture):
         raise ConfigError(
-            f"{output_dir}: has weights besides those that are trained, such as a vocabulary head, which only the files "
-            "of a finished model have; write exports, such as RUN/model"
+            f"{output_dir}: has weights besides those that are trained, such as a vocabulary head, which only the "
+            "files of a finished model have; write exports, such as RUN/model"
         )
     try:
         plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)

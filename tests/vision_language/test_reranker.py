@@ -1,6 +1,7 @@
 """Rerankers of texts and pictures: pairs as processors read them, scores of transformers' classes, bad input."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,10 @@ def test_only_texts_are_cut(qwen, folder):
     of_query = length(f"{one} b\n")
     begin = len(format_.before) + of_query
     assert read(f"{one} b", f"a{two}{text(2, 9)}", of_query + length(two) + special)[:begin] == whole[:begin]
+    # A template may limit the part of queries, but for their pictures.
+    layout.pair_format = replace(format_, max_query_fraction=0.01)
+    assert read(f"{one} b", text(1, 9), 300).count(image) == length(one) - 2
+    layout.pair_format = format_
     tokenizer = TextTokenizer(tokenizer.tokenizer, pictures + special - 1, layout)
     with pytest.raises(
         DataError, match=rf"{PICTURES.place(pictures_of(one)[0]).file} .*max_length={pictures + special - 1}"

@@ -108,6 +108,9 @@ def test_an_export_is_opened_by_sentence_transformers(ranks, inputs, tmp_path):
     assert not (directory / "1_LogitScore/model.safetensors").exists()
     settings = json.loads((directory / "sentence_bert_config.json").read_text())
     assert settings["transformer_task"] == "any-to-any"
+    config = json.loads((directory / "config.json").read_text())
+    assert not config["tie_word_embeddings"]
+    assert not config["text_config"]["tie_word_embeddings"]
     card = (directory / "README.md").read_text()
     assert "| sentence-transformers (6.2) | exactly |" in card
     assert "| transformers (5.23) | exactly |" in card

@@ -149,13 +149,13 @@ class Evaluator:
         # Of each set, besides the set itself.
         self.variants: tuple[Variant, ...] = (*truncate_dims, *views, *self.compressed.besides(truncate_dims))
         self.encoder = encoder
+        self.index = index or IndexConfig()
         self.datasets = self._datasets()  # by set, with `mean` if it is reported
         if function is not None:
             self.datasets[function_name(function)] = DatasetInfo(
                 "function", {}, subset=False, precision=None if encoder is None else encoder.precision
             )
         self.world = world
-        self.index = index or IndexConfig()
         self.vector_cache = vector_cache
         self.function = function
         self.keep_rankings = keep_rankings
@@ -250,6 +250,7 @@ class Evaluator:
     def _datasets(self) -> dict[str, DatasetInfo]:
         infos: dict[str, DatasetInfo] = {}
         precision = None if self.encoder is None else self.encoder.precision
+        pooling = self.index.token_pooling if isinstance(self.encoder, SentenceEncoder) else 1.0
         for variant in (None, *self.variants):
             sets, shared = self._means_at(variant)
             by_set = {loaded.data.name: dataset_info(loaded) for loaded in sets}
@@ -260,7 +261,9 @@ class Evaluator:
                 variant.dims if isinstance(variant, VectorFormat) else variant if isinstance(variant, int) else None
             )
             infos |= {
-                name_at(name, variant): replace(info, dimension=dimension, vectors=size, precision=precision)
+                name_at(name, variant): replace(
+                    info, dimension=dimension, vectors=size, precision=precision, token_pooling=pooling
+                )
                 for name, info in by_set.items()
             }
         return infos

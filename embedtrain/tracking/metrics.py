@@ -25,6 +25,7 @@ _DIMENSION = "dimension"
 _FIRST_STAGE = "first_stage"
 _VECTORS = "vectors"
 _PRECISION = "precision"
+_POOLING = "token_pooling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class DatasetInfo:
     first_stage: FirstStage | None = None  # of a set that a reranker orders during training
     vectors: VectorSize | None = None  # if several forms of vectors are compared
     precision: str | None = None  # in which the model computed: `bf16`, `fp32`, or the backend of a graph
+    token_pooling: float = 1.0  # of the index of a late-interaction model: 1 keeps all vectors of documents
 
     def as_row(self) -> dict[str, Any]:
         """The object in the row."""
@@ -83,7 +85,9 @@ class DatasetInfo:
         before = {} if first is None else {_FIRST_STAGE: {"name": first.name, first.metric: first.value}}
         vectors = {} if self.vectors is None else {_VECTORS: asdict(self.vectors)}
         computed = {} if self.precision is None else {_PRECISION: self.precision}
-        return {"kind": self.kind, **self.counts, "subset": self.subset, **dimension, **before, **vectors, **computed}
+        pooled = {} if self.token_pooling == 1 else {_POOLING: self.token_pooling}
+        details = {**dimension, **before, **vectors, **computed, **pooled}
+        return {"kind": self.kind, **self.counts, "subset": self.subset, **details}
 
     @property
     def label(self) -> str:
@@ -95,6 +99,7 @@ class DatasetInfo:
         """The counts as text, such as `300 queries, 4,800 documents, bf16`, and the metric of the first stage."""
         counts = [f"{count:,} {unit.replace('_', ' ')}" for unit, count in self.counts.items()]
         computed = [] if self.precision is None else [self.precision]
+        computed += [] if self.token_pooling == 1 else [f"{_POOLING}={self.token_pooling:g}"]
         return ", ".join([*counts, *computed, *([] if self.first_stage is None else [str(self.first_stage)])])
 
     @classmethod
@@ -108,14 +113,25 @@ class DatasetInfo:
         values = row.get(DATASET)
         if not isinstance(values, Mapping) or not isinstance(values.get("kind"), str):
             return None
-        counts = {str(unit): count for unit, count in values.items() if is_count(count) and unit != _DIMENSION}
+        others = (_DIMENSION, _POOLING)
+        counts = {str(unit): count for unit, count in values.items() if is_count(count) and unit not in others}
         dimension = values.get(_DIMENSION)
         first_stage = FirstStage.of_row(values.get(_FIRST_STAGE))
         dimension = dimension if is_count(dimension) else None
         vectors = VectorSize.of_row(values.get(_VECTORS))
         precision = values.get(_PRECISION)
         precision = precision if isinstance(precision, str) else None
-        return cls(values["kind"], counts, values.get("subset") is True, dimension, first_stage, vectors, precision)
+        pooling = values.get(_POOLING)
+        return cls(
+            values["kind"],
+            counts,
+            values.get("subset") is True,
+            dimension=dimension,
+            first_stage=first_stage,
+            vectors=vectors,
+            precision=precision,
+            token_pooling=float(pooling) if is_number(pooling) else 1.0,
+        )
 
 
 class MetricsFile:

@@ -178,7 +178,8 @@ def undisturbed_kinds(run_inputs, tmp_path_factory):
 def test_killed_in_every_kind_of_stage(undisturbed_kinds, run_inputs, tmp_path, sizes):
     """Each stage is killed at a random part of the time that it takes, and resumed by the next number of ranks."""
     content, generator, killed = pipeline_of_all_kinds(run_inputs), random.Random(7), []
-    assert {stage["do"] for stage in content["stages"].values()} == set(WRITING)
+    # `pages` starts processes, which ranks of tests may not: tests/pages kills it, and runs it as a stage.
+    assert {stage["do"] for stage in content["stages"].values()} == set(WRITING) - {"pages"}
     names = [stage.name for stage in compose(tmp_path, content).stages]
     for number, name in enumerate(names):
         size, undisturbed = sizes[number % len(sizes)], record(undisturbed_kinds, name)

@@ -20,6 +20,7 @@ from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.command_model import load_encoder_model
+from embedtrain.tracking.metrics import DatasetInfo
 from tests.image_text.models import save_image_text
 from tests.late_vision_models import ENGINE, save_late_model
 from tests.small import model_options
@@ -34,8 +35,13 @@ def measured(world: World, directory: Path, kind: str, pages: Path, token_poolin
     """Metrics of a search among all pages, and of the pages that BM25 finds in another order."""
     run = {"path": str(pages), "name": "ranked", "candidates": str(pages / "bm25.run")}
     sets = load_sets([EvaluationSet(path=str(pages), name="pages"), EvaluationSet(**run)], world, metrics=list(METRICS))
-    index = IndexConfig(token_pooling=token_pooling)
-    return dict(Evaluator(sets, encoder_of(world, directory, kind), world, index=index).evaluate())
+    evaluator = Evaluator(
+        sets, encoder_of(world, directory, kind), world, index=IndexConfig(token_pooling=token_pooling)
+    )
+    info = evaluator.datasets["pages"]
+    assert info.as_row().get("token_pooling", 1) == token_pooling  # the figures say what they are of
+    assert DatasetInfo.of_row({"dataset": info.as_row()}) == info
+    return dict(evaluator.evaluate())
 
 
 def encoder_of(world: World, directory: Path, kind: str) -> SentenceEncoder:

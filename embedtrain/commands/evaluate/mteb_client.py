@@ -134,7 +134,7 @@ class CommandChannel:
         vector_cache: VectorCache | None = None,
     ) -> None:
         self.encoder, self.world = encoder, world
-        self._config, self._vector_cache = index, vector_cache
+        self.index, self._vector_cache = index, vector_cache
         self._index: ShardedIndex | None = None
         self._task = "mteb"
         self._pending: dict[Picture, bytes] = {}  # pictures to send before the next command
@@ -213,7 +213,7 @@ class CommandChannel:
                 role = TextRole.query if self.encoder.score.is_symmetric else role
                 return self.encoder.encode_all(texts, prompt, role=role, label="encoding texts")
             case NewIndex(priorities):
-                self._index = ShardedIndex(torch.from_numpy(priorities), self.world, self._config, self.encoder.score)
+                self._index = ShardedIndex(torch.from_numpy(priorities), self.world, self.index, self.encoder.score)
             case AddDocuments(texts, prompt, first):
                 self._add_documents(texts, prompt, first)
             case SearchDocuments(queries, prompt, k):
@@ -251,7 +251,7 @@ class CommandChannel:
             self._files = None
 
     def _add_documents(self, texts: list[str], prompt: str, first: int) -> None:
-        index, mapped = self._current_index, self._config.place is VectorPlacement.disk
+        index, mapped = self._current_index, self.index.place is VectorPlacement.disk
         for block in self.encoder.encode_blocks(
             texts, prompt, vector_cache=self._vector_cache, mapped=mapped, transform=index.stored_part
         ):
@@ -625,7 +625,13 @@ def run_tasks(
                 results.metrics |= metrics
                 if on_result is not None:
                     kind = _KINDS.get(task.metadata.type, task.metadata.type)
-                    dataset = DatasetInfo(kind, {}, subset=False, precision=encoder.precision)
+                    dataset = DatasetInfo(
+                        kind,
+                        {},
+                        subset=False,
+                        precision=encoder.precision,
+                        token_pooling=channel.index.token_pooling,
+                    )
                     for name, values in metrics.items():
                         on_result(name, values, dataset)
                 results.failures += failures

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
 from embedtrain.commands.plan import compose_pipeline_plan, plan_pipeline
 from embedtrain.config.command_line import to_overrides
@@ -30,6 +30,7 @@ PUBLISHED = {
     "f2llm_v2": {"Qwen/Qwen3-4B": "qwen3", "Qwen/Qwen3-0.6B": "qwen3"},
     "jina_embeddings_v5": {"EuroBERT/EuroBERT-210m": "eurobert", "Qwen/Qwen3-Embedding-4B": "qwen3"},
     "kalm_v2": {"Qwen/Qwen2-0.5B": "qwen2", "Qwen/Qwen3-Embedding-8B": "qwen3"},
+    "lateon": {"answerdotai/ModernBERT-base": "modernbert", "Alibaba-NLP/gte-modernbert-base": "modernbert"},
     "llama_embed_nemotron": {"meta-llama/Llama-3.1-8B": "llama"},
     "qwen3_embedding": {"Qwen/Qwen3-0.6B-Base": "qwen3"},
 }
@@ -45,9 +46,11 @@ DATA = {
     "f2llm_v2": ("general", "retrieval", "clustering", "classification"),
     "jina_embeddings_v5": ("general", "long", "retrieval", "similarity", "clustering", "classification"),
     "kalm_v2": ("weak", "labelled"),
+    "lateon": ("weak", "labelled"),
     "llama_embed_nemotron": (".",),
     "qwen3_embedding": ("synthetic", "labelled"),
 }
+LATE_INTERACTION = ("lateon",)
 TRAINING = {
     "train.epochs": None, "train.steps": 4, "train.global_batch_size": 8, "train.chunk_tokens": 400, "optim.warmup": 1,
     "checkpoint.every": 1,
@@ -71,6 +74,7 @@ SIZES: dict[str, dict[str, object]] = {
     },
     "jina_embeddings_v5": {"shared.dims": [32, 16], "shared.lora": {"rank": 2, "alpha": 2}},
     "kalm_v2": {"shared.dims": [32, 16, 8], "shared.weights": [1, 0.3, 0.2]},
+    "lateon": {"stages.mined.rank_max": 20, "stages.mined.negatives": 10, "stages.weak.optim.schedule_steps": 5},
     "llama_embed_nemotron": {"stages.member.repeat": 2},
     "qwen3_embedding": {"stages.good.min_score": 0},
 }  # fmt: skip
@@ -161,6 +165,10 @@ def test_a_published_pipeline_runs_to_its_end(ranks, name, tmp_path):
     ended = [stage["stage"] for stage in json.loads((root / "lineage.json").read_text())["stages"]]
     assert ended == list(yaml.safe_load((root / "pipeline.yaml").read_text())["stages"])
     last = [stage for stage in ended if (root / "stages" / stage / "model").is_dir()][-1]
-    vectors = SentenceTransformer(str(root / "stages" / last / "model"), device="cpu").encode(["alpha beta", "gamma"])
+    model, texts = str(root / "stages" / last / "model"), ["alpha beta", "gamma"]
+    if name in LATE_INTERACTION:
+        vectors = np.concatenate(MultiVectorEncoder(model, device="cpu").encode_document(texts))
+    else:
+        vectors = SentenceTransformer(model, device="cpu").encode(texts)
     assert np.isfinite(vectors).all()
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)

@@ -38,7 +38,7 @@ def convert(directory: Path, writer: str, output_dir: Path, *more: str) -> Path:
     return run(compose([f"model={directory}", library, f"output_dir={output_dir}", *more]))
 
 
-@pytest.mark.parametrize("case", slow_but({(ENGINE, "qwen2_vl")}, CONVERTED), ids="-".join)
+@pytest.mark.parametrize("case", slow_but({(TRANSFORMERS, "qwen2_vl")}, CONVERTED), ids="-".join)
 def test_converted(tmp_path, capsys, case):
     """The other library computes of the directory what the encoder does, which the export compares."""
     writer, architecture = case

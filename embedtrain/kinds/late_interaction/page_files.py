@@ -242,9 +242,12 @@ def page_conversion_notes(source: ModelSource, converted: ModelSource, weights: 
         sides.append(_probe_rows(encoder.eval(), side))
     lines = [f"{new.writer.model_class} computes other vectors than {old.writer.model_class}", *changes]
     for role, before, after in zip(("queries", "pages"), *sides, strict=True):
-        cosines = torch.cat([_cosines(*rows) for rows in zip(before, after, strict=True)])
+        both = [item for item in before if item in after]  # a side may cut more of them
+        if not both:
+            continue
+        cosines = torch.cat([_cosines(before[item], after[item]) for item in both])
         lines.append(
-            f"vectors of the same tokens of {len(before)} probe {role}: cosine {cosines.mean():.4f} in the mean, "
+            f"vectors of the same tokens of {len(both)} probe {role}: cosine {cosines.mean():.4f} in the mean, "
             f"{cosines.min():.4f} at least"
         )
     return lines
@@ -256,8 +259,8 @@ def _shown(around: ItemTemplate) -> str:
     return f"{around.starts[0]!r} ... {end!r}"
 
 
-def _probe_rows(encoder: Encoder, source: ModelSource) -> list[list[tuple[list[int], Tensor]]]:
-    """The ids and the vectors [R, D] of the tokens of PROBES as queries, and of drawn pages."""
+def _probe_rows(encoder: Encoder, source: ModelSource) -> list[dict[str, tuple[list[int], Tensor]]]:
+    """The ids and the vectors [R, D] of the tokens of PROBES as queries, and of drawn pages, by item."""
     assert source.directory is not None
     tokenizer = open_tokenizer(source.directory, source)
     layout = PageLayout(source, tokenizer)
@@ -267,7 +270,8 @@ def _probe_rows(encoder: Encoder, source: ModelSource) -> list[list[tuple[list[i
         for items, role in ((short_probes(own, {}), TextRole.query), (pages, TextRole.document)):
             tokens = own.tokens(items, None, "", role)
             chunks = [own.chunk(tokens, [row]) for row in range(len(tokens))]
-            rows.append([(chunk.ids[0].tolist(), encoder(chunk)[0]) for chunk in chunks])
+            of_items = [(chunk.ids[0].tolist(), encoder(chunk)[0]) for chunk in chunks]
+            rows.append(dict(zip(items, of_items, strict=True)))
     return rows
 
 

@@ -210,9 +210,14 @@ def convert_pages(source: ModelSource, library: PageLibrary) -> ModelSource:
     if library is PageLibrary.colpali_engine and lost:
         raise ConfigError(f"{option}: its directories have no place for {' and '.join(lost)}; keep the directory")
     assert source.directory is not None
-    made = _settings(source.directory, source.config, writer, LateInteractionOptions(), is_own=False)
+    directory, options = source.directory, LateInteractionOptions(trust_remote_code=source.trust_remote_code)
+    made = _settings(directory, source.config, writer, options, is_own=False)
     vision = replace(made.vision, frozen=settings.vision.frozen)
-    return replace(source, settings=replace(settings, vision=vision, writer=writer, texts=made.texts))
+    return replace(
+        source,
+        settings=replace(settings, vision=vision, writer=writer, texts=made.texts),
+        tokenization=_tokenization(made, source.config, directory, options, None),
+    )
 
 
 def _settings(

@@ -21,6 +21,7 @@ from tests.small import save_guide, save_small, small_model, text, write_beir
 
 PUBLISHED = {
     "arctic_embed_2": {"FacebookAI/xlm-roberta-base": "xlm-roberta", "intfloat/multilingual-e5-base": "xlm-roberta"},
+    "colbert_zero": {"answerdotai/ModernBERT-base": "modernbert"},
     "denseon": {
         "answerdotai/ModernBERT-base": "modernbert",
         "Alibaba-NLP/gte-modernbert-base": "modernbert",
@@ -41,6 +42,7 @@ WITH_POOLING = (
 )
 DATA = {
     "arctic_embed_2": ("weak", "labelled"),
+    "colbert_zero": ("weak", "labelled", "scored"),
     "denseon": ("weak", "labelled"),
     "embeddinggemma": ("weak", "a", "b", "c"),
     "f2llm_v2": ("general", "retrieval", "clustering", "classification"),
@@ -50,7 +52,7 @@ DATA = {
     "llama_embed_nemotron": (".",),
     "qwen3_embedding": ("synthetic", "labelled"),
 }
-LATE_INTERACTION = ("lateon",)
+LATE_INTERACTION = ("colbert_zero", "lateon")
 TRAINING = {
     "train.epochs": None, "train.steps": 4, "train.global_batch_size": 8, "train.chunk_tokens": 400, "optim.warmup": 1,
     "checkpoint.every": 1,
@@ -61,6 +63,7 @@ SIZES: dict[str, dict[str, object]] = {
         "shared.dims": [32, 16], "evaluation.truncate_dims": [16], "stages.weak.optim.decay": 0.5,
         "stages.tuned.optim.decay": 1, "stages.weak.model.max_length": 48, "stages.tuned.model.max_length": 48,
     },
+    "colbert_zero": {},
     "denseon": {
         "shared.where": "rank <= 20 and score > -10", "stages.mined.rank_max": 20, "stages.mined.negatives": 10,
         "stages.annotated.pool": 20,
@@ -100,7 +103,10 @@ def write_inputs(name: str, folder: Path) -> None:
             for number in range(part * 12, part * 12 + 12):
                 query = text(number, 3)
                 negatives = [text(500 + 30 * number + i, 5) for i in range(24)]
-                lines.append(json.dumps({"query": query, "pos": [f"{query} {text(number + 50, 2)}"], "neg": negatives}))
+                row: dict[str, Any] = {"query": query, "pos": [f"{query} {text(number + 50, 2)}"], "neg": negatives}
+                if source == "scored":
+                    row |= {"pos_scores": [1.0], "neg_scores": [i / 48 for i in range(24)]}
+                lines.append(json.dumps(row))
             (folder / "data" / source / f"rows-{part}.jsonl").write_text("\n".join(lines))
     write_beir(folder / "data" / "dev", 12)
 

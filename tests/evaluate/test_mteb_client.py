@@ -12,7 +12,7 @@ import torch
 from mteb.types import PromptType
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
-from embedtrain.commands.evaluate.mteb_client import MtebSettings, ShardedModel, resolve_tasks
+from embedtrain.commands.evaluate.mteb_client import MtebSettings, ShardedModel, benchmark_means, resolve_tasks
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError
 from tests.evaluate.mteb_ranks import run, run_and_fail
@@ -126,6 +126,15 @@ def test_names_of_tasks_and_benchmarks():
     assert names == ["STS12", "SciFact"]
     benchmark = {task.metadata.name for task in resolve_tasks(["MTEB(eng, v2)"])}
     assert {"STSBenchmark", "ArguAna"} <= benchmark
+
+
+def test_the_figure_of_a_benchmark_is_the_mean_of_its_tasks():
+    tasks = [task.metadata.name for task in resolve_tasks(["ViDoRe(v2)"])]
+    metrics = {name: {"ndcg_at_5": number / 10} for number, name in enumerate(tasks)}
+    names = ["STS12", "ViDoRe(v2)", "ViDoRe(v1)"]
+    means = benchmark_means(names, metrics | {"STS12": {"cosine_spearman": 0.5}})
+    assert means == {"ViDoRe(v2)": {"ndcg_at_5": pytest.approx(0.15)}}
+    assert not benchmark_means(names, {name: metrics[name] for name in tasks[1:]}), "a task has no figure"
 
 
 @pytest.mark.parametrize(

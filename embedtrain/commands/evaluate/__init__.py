@@ -241,6 +241,7 @@ def run(options: EvaluateOptions) -> Metrics:
                     EvaluatedModel(encoder, model.source, options.model, identity),
                     console,
                     output_dir / "mteb",
+                    names=options.mteb,
                     index=options.index,
                     vector_cache=vector_cache,
                     progress=progress,

@@ -519,7 +519,6 @@ def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> l
         raise ConfigError(f"mteb={list(names)} needs a package that is not installed: {install_command('mteb')}")
     import datasets
     import mteb
-    from mteb.benchmarks import get_benchmarks
     from mteb.get_tasks import TASK_LIST
 
     # Hide mteb's log and the progress bars of libraries; the encoder reports progress.
@@ -527,9 +526,7 @@ def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> l
     logging.getLogger("mteb").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="mteb")
     task_names = {task.metadata.name for task in TASK_LIST}
-    benchmarks = {
-        name: benchmark for benchmark in get_benchmarks() for name in (benchmark.name, *(benchmark.aliases or ()))
-    }
+    benchmarks = _benchmarks()
     tasks: list[Any] = []
     for name in names:
         if name in task_names:
@@ -555,6 +552,26 @@ def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> l
             )
     # Subsets and splits may differ between a task and the same task in a benchmark.
     return list({(t.metadata.name, tuple(t.hf_subsets), tuple(t.eval_splits)): t for t in tasks}.values())
+
+
+def _benchmarks() -> dict[str, Any]:
+    """Those of mteb by their names and aliases."""
+    from mteb.benchmarks import get_benchmarks
+
+    return {name: benchmark for benchmark in get_benchmarks() for name in (benchmark.name, *(benchmark.aliases or ()))}
+
+
+def benchmark_means(names: Sequence[str], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Of each benchmark among these names, the mean of its tasks' main score, if all have one and it is the same."""
+    means: dict[str, dict[str, float]] = {}
+    benchmarks = _benchmarks()
+    for name in filter(benchmarks.__contains__, names):
+        scores = [metrics.get(task.metadata.name, {}) for task in benchmarks[name].tasks]
+        shared = {metric for values in scores for metric in values}
+        if len(shared) == 1 and all(scores):
+            (metric,) = shared
+            means[name] = {metric: sum(values[metric] for values in scores) / len(scores)}
+    return means
 
 
 def check_tasks(tasks: Sequence[Any], layout: Layout) -> None:
@@ -588,6 +605,7 @@ def run_tasks(
     console: Console,
     folder: Path,
     *,
+    names: Sequence[str] = (),
     index: IndexConfig | None = None,
     vector_cache: VectorCache | None = None,
     max_characters: int = MAX_CHARACTERS,
@@ -601,6 +619,7 @@ def run_tasks(
     Args:
         tasks: from `resolve_tasks`; only those of rank 0 are used.
         folder: of mteb's files: `results/MODEL/REVISION/TASK.json`.
+        names: those that the tasks were resolved from; benchmarks among them have a row as well.
         max_characters: of the texts that are sent to all ranks at a time.
         progress: called with the name of the task before the description.
         on_result: called on rank 0 after each task.
@@ -637,6 +656,11 @@ def run_tasks(
                 results.failures += failures
                 for failure in failures:
                     console.warn(failure)
+            for name, values in (benchmark_means(names, results.metrics) if names else {}).items():
+                results.metrics[name] = values
+                if on_result is not None:
+                    of_mean = DatasetInfo("mean", {}, subset=False, precision=encoder.precision)
+                    on_result(name, values, of_mean)
         except BaseException as error:
             channel.finish(error)
             raise

@@ -21,6 +21,7 @@ from embedtrain.kinds.dense import vision
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from tests.commands import call
 from tests.image_text.models import picture_item
+from tests.image_text.test_search import found
 from tests.runs import evaluation_metrics, losses, rewind_run, run_without_base
 from tests.small import text
 from tests.vision_language.models import save_vision_model
@@ -191,3 +192,22 @@ def test_it_reranks_and_teaches(ranks, inputs, tmp_path):
     scores = [score for row in rows for score in (*row["pos_scores"], *row["neg_scores"])]
     assert sum(isinstance(part, dict) for pair in pairs for part in pair) > 10
     assert scores == pytest.approx(predicted(reranker, tmp_path / "mined", pairs), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_search_shows_pictures_in_its_order(inputs, tmp_path):
+    """The documents that `search` finds by a picture have the scores of sentence-transformers."""
+    documents = [item(inputs, number) for number in range(20, 29)]
+    rows = [
+        {"_id": f"d{n}"} | (value if isinstance(value, dict) else {"text": value}) for n, value in enumerate(documents)
+    ]
+    (inputs / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dense = save_vision_model("qwen2_vl", tmp_path)
+    printed = call(
+        "search", f"model={dense}", "pooling=last", f"corpus={inputs / 'corpus.jsonl'}", "top_k=9", "precision=fp32",
+        f"image={inputs / 'picture_22.png'}", f"reranker={inputs / 'idefics3'}",
+    )  # fmt: skip
+    scores = predicted(inputs / "idefics3", inputs, [({"image": "picture_22.png"}, document) for document in documents])
+    expected = {f"d{n}": score for n, score in enumerate(scores)}
+    assert found(printed) == pytest.approx(expected, abs=2e-3)
+    assert list(found(printed).values()) == sorted(found(printed).values(), reverse=True)

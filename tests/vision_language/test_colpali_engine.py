@@ -101,7 +101,7 @@ def encoder_oracle(encoder: Encoder, tokenizer: TextTokenizer, folder: Path) -> 
 def test_converted_directories_are_opened(architecture, tmp_path):
     directory = save_late_model(TRANSFORMERS, architecture, tmp_path, dimension=128)
     converted = convert(directory, ENGINE, tmp_path / "converted")
-    source, tokenizer = opened(converted)
+    source, tokenizer = opened(converted, max_length=200)  # more than a page of PaliGemma has
     require_equal(encoder_oracle(loaded(source), tokenizer, tmp_path), engine_oracle(architecture, converted))
 
 
@@ -119,7 +119,7 @@ def test_trained_here_and_opened_by_the_package(ranks, rows, architecture, tmp_p
     ranks(2, train, rows, *options)
     exported = tmp_path / "run/model"
     run = open_run(str(tmp_path / "run"), ExportOptions())
-    source, tokenizer = opened(exported)
+    source, tokenizer = opened(exported, max_length=200)
     with run.checkpoint.tensors(run.kind) as reader:
         checkpoint = AdapterCheckpoint.open(run.run_dir.adapter, run.recipe.model, run.recipe.seed, source, reader)
         encoder = checkpoint.encoder()

@@ -47,6 +47,7 @@ from embedtrain.models.types import ModelSource
 from embedtrain.utils.files import write_json
 
 MASK = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
+_SHORT = 64  # tokens of a text that is compared
 _OUTPUT = {"method": "forward", "method_output_name": "embeddings"}
 
 
@@ -123,21 +124,32 @@ def probe_pages(encoder: Encoder, tokenizer: TextTokenizer, prompts: Mapping[str
     layout, prompt = tokenizer.layout, prompts.get("query", "")
     assert isinstance(layout, PageLayout)
     vectors = []
-    with torch.no_grad(), probe_items(layout, tokenizer.limit(TextRole.document), has_mixed=False) as pages:
+    with torch.no_grad(), probe_items(layout, _page_limit(tokenizer), has_mixed=False) as pages:
         texts = [prompt + text for text in short_probes(tokenizer, prompts)]
         for items, of_items, role in ((texts, prompt, TextRole.query), (pages, "", TextRole.document)):
-            tokens = tokenizer.tokens(items, None, of_items, role)
+            tokens = layout.tokens(items, UNLIMITED, of_items, role)
             chunks = (tokenizer.chunk(tokens, [row]).to(device) for row in range(len(tokens)))
             vectors += [encoder(chunk)[0].cpu() for chunk in chunks]
     return torch.cat(vectors)
 
 
 def short_probes(tokenizer: TextTokenizer, prompts: Mapping[str, str]) -> list[str]:
-    """Those of PROBES that are not cut: libraries would cut what stands behind a text."""
+    """Those of PROBES that no library cuts, for it would cut what stands behind a text.
+
+    The lengths of queries and, for colpali-engine, of documents are no part of a directory, so these do not count.
+    """
     prompt, layout = prompts.get("query", ""), tokenizer.layout
     tokens = layout.tokenize([prompt + text for text in PROBES], UNLIMITED, prompt, TextRole.query)
-    limit = tokenizer.limit(TextRole.query)
+    limit = min(_SHORT, tokenizer.max_length)
     return [text for text, length in zip(PROBES, tokens.lengths.tolist(), strict=True) if length <= limit]
+
+
+def _page_limit(tokenizer: TextTokenizer) -> int:
+    """The most tokens of a drawn page that is compared."""
+    layout = tokenizer.layout
+    assert isinstance(layout, PageLayout)
+    is_engine = layout.settings.writer.library is PageLibrary.colpali_engine
+    return UNLIMITED if is_engine else tokenizer.max_length
 
 
 def of_class(directory: Path, source: ModelSource, prompts: Mapping[str, str]) -> Tensor:
@@ -156,7 +168,7 @@ def of_class(directory: Path, source: ModelSource, prompts: Mapping[str, str]) -
     own = TextTokenizer(layout.tokenizer, resolve_max_length(source, layout.tokenizer), layout)
     processor = processor_class(open_image_processor(directory, source), tokenizer, **options)
     prompt, rows = prompts.get("query", ""), []
-    with torch.no_grad(), probe_items(layout, own.limit(TextRole.document), has_mixed=False) as pages:
+    with torch.no_grad(), probe_items(layout, _page_limit(own), has_mixed=False) as pages:
         queries = [processor.process_queries([prompt + text]) for text in short_probes(own, prompts)]
         for inputs in (*queries, *(processor.process_images(open_parts(page)) for page in pages)):
             given = {name: values for name, values in inputs.items() if name != "labels"}
@@ -179,10 +191,10 @@ def _of_base_class(directory: Path, source: ModelSource, prompts: Mapping[str, s
     own = TextTokenizer(tokenizer, resolve_max_length(source, tokenizer), layout)
     image_processor, prompt, rows = open_image_processor(directory, source), prompts.get("query", ""), []
     kept = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
-    with torch.no_grad(), probe_items(layout, own.limit(TextRole.document), has_mixed=False) as pages:
+    with torch.no_grad(), probe_items(layout, _page_limit(own), has_mixed=False) as pages:
         queries = [prompt + text for text in short_probes(own, prompts)]
         for items, of_items, role in ((queries, prompt, TextRole.query), (pages, "", TextRole.document)):
-            tokens = own.tokens(items, None, of_items, role)
+            tokens = layout.tokens(items, UNLIMITED, of_items, role)
             for row, item in enumerate(items):
                 ids = own.chunk(tokens, [row]).ids
                 given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -211,7 +223,7 @@ def of_multi_vector_encoder(
         model = load_model("MultiVectorEncoder", directory, source)
         layout = PageLayout(source, open_tokenizer(directory, source))
         own = TextTokenizer(layout.tokenizer, max_length, layout)
-        with probe_items(layout, own.limit(TextRole.document), has_mixed=False) as pages:
+        with probe_items(layout, _page_limit(own), has_mixed=False) as pages:
             queries = model.encode_query(short_probes(own, prompts), **options)
             documents = model.encode_document([open_parts(page)[0] for page in pages], **options)
         similarity = model.similarity_fn_name
@@ -266,9 +278,9 @@ def _probe_rows(encoder: Encoder, source: ModelSource) -> list[dict[str, tuple[l
     layout = PageLayout(source, tokenizer)
     own = TextTokenizer(tokenizer, resolve_max_length(source, tokenizer), layout)
     rows = []
-    with torch.no_grad(), probe_items(layout, own.limit(TextRole.document), has_mixed=False) as pages:
+    with torch.no_grad(), probe_items(layout, _page_limit(own), has_mixed=False) as pages:
         for items, role in ((short_probes(own, {}), TextRole.query), (pages, TextRole.document)):
-            tokens = own.tokens(items, None, "", role)
+            tokens = layout.tokens(items, UNLIMITED, "", role)
             chunks = [own.chunk(tokens, [row]) for row in range(len(tokens))]
             of_items = [(chunk.ids[0].tolist(), encoder(chunk)[0]) for chunk in chunks]
             rows.append(dict(zip(items, of_items, strict=True)))

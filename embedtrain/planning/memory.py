@@ -374,7 +374,7 @@ class _Step:
         self.between = _FP32 * trained if unreduced else self.reduced  # gradients held between the passes of a step
         self.parameters = _parameters(model, layout) * on_device + model.weights.buffers * (1 - on_device)
         self.optimizer = _state_bytes(model, work.optim) / layout.shard * on_device
-        self.loss = work.trained_layers * _loss(model, cluster, work, self.local.texts)
+        self.loss = work.trained_layers * loss_memory(model, cluster, work, self.local.texts)
         vectors = work.num_layers * model.num_vectors(self.local.texts, work.texts_per_row)
         self.embeddings = 3.0 * _FP32 * vectors * model.dimension
         self.pictures = model.decoded_bytes * self.local.all_tokens * (1 if cluster.gpu else _prepared_batches(work))
@@ -480,29 +480,45 @@ def _reshards(model: ModelSpec, layout: ParallelLayout) -> bool:
     return layout.shard > 1 and layout.reshard_after_forward and bool(model.weights.blocks)
 
 
-def _loss(model: ModelSpec, cluster: ClusterSpec, work: StepWorkload, texts: int) -> float:
+def loss_memory(model: ModelSpec, cluster: ClusterSpec, work: StepWorkload, texts: int) -> float:
     """Embeddings of this rank and of all, their gradients, and scores. Other losses are treated as InfoNCE.
 
     MaxSim has as many scores as the query has tokens before it adds them: the document's token that is closest to each.
-    A teacher's vectors count as having the dimension of the model.
+    A teacher's vectors count as having the dimension of the model. `texts` are those of a rank.
     """
     candidates = work.rows * max(1, work.texts_per_row - 1)
     rows = -(-work.rows // cluster.ranks)
     directions = len(work.loss.directions) if isinstance(work.loss, _WITH_DIRECTIONS) else 1
     # Embeddings, their copies on the row's rank, normalised ones, and the gradients of each.
-    local = 6.0 * _FP32 * model.num_vectors(texts, work.texts_per_row) * model.dimension
-    if model.vectors != (1, 1):  # a block of products, and the rows of its queries and documents
-        local += 3.0 * _FP32 * (BLOCK_CELLS_GPU if cluster.gpu else BLOCK_CELLS_CPU)
+    embeddings = _FP32 * model.num_vectors(texts, work.texts_per_row) * model.dimension
+    local = 6.0 * embeddings
+    if has_tokens := model.vectors != (1, 1):  # the encoder has normalised them; the positives are copied
+        local = 4.0 * embeddings
     gathered = 2.0 * _FP32 * candidates * model.vectors[1] * model.dimension
     if isinstance(work.loss, SimilarityMSEConfig):
         return local + 2.0 * 5.0 * _FP32 * model.dimension**2  # in float64: three sums, and the gradients of two
     if isinstance(work.loss, DistillSimilaritiesConfig):
         gathered *= 1.5  # the teacher's vectors have no gradient
-    scores = _FP32 * rows * model.vectors[0] * candidates * directions
+    cells = rows * model.vectors[0] * candidates
+    scores = _FP32 * cells * directions
     implementation = work.loss.implementation if isinstance(work.loss, _OF_BATCH) else Implementation.auto
     auto = implementation is Implementation.auto
-    if implementation is Implementation.plain or (auto and scores <= MAX_PLAIN_BYTES):
-        return local + gathered + 4.0 * scores
     if implementation is Implementation.ring or (auto and gathered * (1 - 1 / cluster.ranks) > MAX_GATHERED_BYTES):
-        return local + 4.0 * gathered / cluster.ranks + 2.0 * _FP32 * TILE_CELLS
-    return local + gathered + 2.0 * _FP32 * TILE_CELLS
+        tile = 2.0 * _FP32 * min(TILE_CELLS, cells / cluster.ranks)
+        if has_tokens:  # documents of this rank and of another one, sorted by length, and gradients
+            block = _block(model, cluster, rows, candidates / cluster.ranks)
+            return 3.0 * embeddings + 3.0 * gathered / cluster.ranks + tile + block
+        return local + 4.0 * gathered / cluster.ranks + tile
+    block = 2.0 * _block(model, cluster, rows, candidates)  # and its gradient
+    if implementation is Implementation.plain or (auto and scores <= MAX_PLAIN_BYTES):
+        return local + gathered + 4.0 * scores + block
+    return local + gathered + 2.0 * _FP32 * min(TILE_CELLS, cells) + block
+
+
+def _block(model: ModelSpec, cluster: ClusterSpec, rows: int, candidates: float) -> float:
+    """A block of products of vectors of tokens, of at least one document."""
+    if model.vectors == (1, 1):
+        return 0.0
+    limit = BLOCK_CELLS_GPU if cluster.gpu else BLOCK_CELLS_CPU
+    of_document = rows * model.vectors[0] * model.vectors[1]
+    return float(_FP32 * min(max(limit, of_document), candidates * of_document))

@@ -13,7 +13,6 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.sharding import ParallelLayout, shard_encoder
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.losses.score import BLOCK_CELLS_GPU
 from embedtrain.planning.memory import ClusterSpec, StepWorkload, step_memory
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.traffic import step_traffic
@@ -171,8 +170,8 @@ def test_vectors_of_tokens_are_sent_and_compared():
     products = 2.0 * rows / 4 * 32 * documents * 180 * dense.dimension
     assert (of_tokens.compute - of_dense.compute) * cluster.flops == pytest.approx(products, rel=1e-6)
     use = step_memory(tokens, layout, cluster, work, reduce_per_step=True)
-    # Vectors, copies at the ranks of their rows, normalised ones and gradients; a block of products; all documents.
-    local = 6 * rows / 4 * (32 + 2 * 180) * dense.dimension + 3 * BLOCK_CELLS_GPU
+    # Vectors, copies at the ranks of their rows and gradients; products, of fewer cells than a block; all documents.
+    local = 4 * rows / 4 * (32 + 2 * 180) * dense.dimension + 2 * rows / 4 * 32 * documents * 180
     scores = rows / 4 * 32 * documents
     expected = 4 * (local + 2 * documents * 180 * dense.dimension + 4 * scores)
     assert (use.phase, use.loss) == ("the loss", pytest.approx(expected))

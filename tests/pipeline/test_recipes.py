@@ -33,6 +33,8 @@ PUBLISHED = {
     "kalm_v2": {"Qwen/Qwen2-0.5B": "qwen2", "Qwen/Qwen3-Embedding-8B": "qwen3"},
     "lateon": {"answerdotai/ModernBERT-base": "modernbert", "Alibaba-NLP/gte-modernbert-base": "modernbert"},
     "llama_embed_nemotron": {"meta-llama/Llama-3.1-8B": "llama"},
+    "mdenseon": {"jhu-clsp/mmBERT-base": "modernbert", "Snowflake/snowflake-arctic-embed-l-v2.0": "xlm-roberta"},
+    "mlateon": {"jhu-clsp/mmBERT-base": "modernbert", "Snowflake/snowflake-arctic-embed-l-v2.0": "xlm-roberta"},
     "nemotron_3_embed_1b": {"meta-llama/Llama-3.2-1B": "llama", "nvidia/llama-embed-nemotron-8b": "llama"},
     "qwen3_embedding": {"Qwen/Qwen3-0.6B-Base": "qwen3"},
 }
@@ -40,6 +42,7 @@ PUBLISHED = {
 WITH_POOLING = (
     *("intfloat/multilingual-e5-base", "Qwen/Qwen3-Embedding-4B", "Qwen/Qwen3-Embedding-8B"),
     *("Alibaba-NLP/gte-modernbert-base", "nvidia/llama-embed-nemotron-8b"),
+    "Snowflake/snowflake-arctic-embed-l-v2.0",
 )
 DATA = {
     "arctic_embed_2": ("weak", "labelled"),
@@ -51,10 +54,12 @@ DATA = {
     "kalm_v2": ("weak", "labelled"),
     "lateon": ("weak", "labelled"),
     "llama_embed_nemotron": (".",),
+    "mdenseon": ("weak", "labelled"),
+    "mlateon": ("weak", "labelled"),
     "nemotron_3_embed_1b": ("train",),
     "qwen3_embedding": ("synthetic", "labelled"),
 }
-LATE_INTERACTION = ("colbert_zero", "lateon")
+LATE_INTERACTION = ("colbert_zero", "lateon", "mlateon")
 TRAINING = {
     "train.epochs": None, "train.steps": 4, "train.global_batch_size": 8, "train.chunk_tokens": 400, "optim.warmup": 1,
     "checkpoint.every": 1,
@@ -81,6 +86,17 @@ SIZES: dict[str, dict[str, object]] = {
     "kalm_v2": {"shared.dims": [32, 16, 8], "shared.weights": [1, 0.3, 0.2]},
     "lateon": {"stages.mined.rank_max": 20, "stages.mined.negatives": 10, "stages.weak.optim.schedule_steps": 5},
     "llama_embed_nemotron": {"stages.member.repeat": 2},
+    "mdenseon": {
+        "stages.mined.rank_max": 20,
+        "stages.mined.relative_margin": None,  # random models score all texts alike
+        "stages.tuned.loss.losses": [
+            {"name": "infonce", "matryoshka": {"dims": [32, 16]}},
+            {"name": "distill_scores", "teacher_temperature": 0.02},
+        ],
+    },
+    "mlateon": {
+        "stages.mined.rank_max": 20, "stages.mined.relative_margin": None, "stages.weak.optim.schedule_steps": 5,
+    },
     "nemotron_3_embed_1b": {},
     "qwen3_embedding": {"stages.good.min_score": 0},
 }  # fmt: skip

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -138,10 +139,10 @@ def are_candidates(batch: GlobalBatch) -> torch.Tensor:
     return torch.tensor(rows)
 
 
+@patch.object(sharding, "_precision", lambda _: MixedPrecisionPolicy())  # ranks are used again
 def sharded_gradients(world: World, folder: Path, cases: list[Case], strategy: str, reduce_per_step: bool) -> Any:
     """Of each case and way: the local loss, the whole gradients, the chunks of this rank, and its collectives."""
     answers = []
-    sharding._precision = lambda _: MixedPrecisionPolicy()
     for case in cases:
         encoder, tokenizer = make_encoder(case, folder)
         state = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}

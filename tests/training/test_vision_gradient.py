@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,10 +150,10 @@ def plain_gradient(case: Case, folder: Path) -> tuple[float, dict[str, torch.Ten
     return loss.item(), {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 
 
+@patch.object(sharding, "_precision", lambda _: MixedPrecisionPolicy())  # ranks are used again
 def sharded_gradients(world: World, folder: Path, cases: list[Case], strategy: str, reduce_per_step: bool) -> Any:
     """Of each case and way: the local loss, the gradients, whether chunks have pictures, and numbers of collectives."""
     answers = []
-    sharding._precision = lambda _: MixedPrecisionPolicy()
     for case in cases:
         encoder, tokenizer = make_encoder(case)
         state = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -228,9 +229,9 @@ def plain_gradient(directory: Path, folder: Path, has_texts: bool) -> tuple[floa
     return total.item(), {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 
 
+@patch.object(sharding, "_precision", lambda _: MixedPrecisionPolicy())  # ranks are used again
 def sharded_gradients(world: World, directory: Path, folder: Path) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """The same on several ranks, sharded, in each of WAYS and for both batches."""
-    sharding._precision = lambda _: MixedPrecisionPolicy()
     source, tokenizer = opened(directory)
     encoder = double(source)
     enable_packing(encoder)

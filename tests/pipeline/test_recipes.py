@@ -84,7 +84,10 @@ SIZES: dict[str, dict[str, object]] = {
     },
     "jina_embeddings_v5": {"shared.dims": [32, 16], "shared.lora": {"rank": 2, "alpha": 2}},
     "kalm_v2": {"shared.dims": [32, 16, 8], "shared.weights": [1, 0.3, 0.2]},
-    "lateon": {"stages.mined.rank_max": 20, "stages.mined.negatives": 10, "stages.weak.optim.schedule_steps": 5},
+    "lateon": {
+        "stages.mined.rank_max": 20, "stages.mined.negatives": 10, "stages.mined.relative_margin": None,
+        "stages.weak.optim.schedule_steps": 5,
+    },
     "llama_embed_nemotron": {"stages.member.repeat": 2},
     "mdenseon": {
         "stages.mined.rank_max": 20,

@@ -253,12 +253,12 @@ def plan_export(
     Raises CheckpointError if files of the architecture are damaged.
     """
     adapter_specs = weights.adapter if ADAPTER in config.formats else {}
-    if base is None and kind_of_files(architecture)[0].files.further_specs(architecture):
-        raise ConfigError(
-            f"{output_dir}: has weights besides those that are trained, such as a vocabulary head, which only the "
-            "files of a finished model have; write exports, such as RUN/model"
-        )
     try:
+        if base is None and kind_of_files(architecture)[0].files.further_specs(architecture):
+            raise ConfigError(
+                f"{output_dir}: has weights besides those that are trained, such as a vocabulary head, which only the "
+                "files of a finished model have; write exports, such as RUN/model"
+            )
         plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
     except ModelError as error:
         raise CheckpointError(f"export to {output_dir} failed before it wrote anything: {error}") from error

@@ -78,7 +78,7 @@ def test_not_converted(tmp_path):
     for says, (directory, library) in cases.items():
         with pytest.raises(ConfigError, match=says):
             run(compose([f"model={directory}", f"page_library={library}", f"output_dir={tmp_path / 'out'}"]))
-    with pytest.raises(ConfigError, match="page_library=null: is missing"):
+    with pytest.raises(ConfigError, match="page_library is missing; for a checkpoint write run=RUN"):
         compose([f"model={qwen2}", f"output_dir={tmp_path / 'out'}"])
     with pytest.raises(ConfigError, match="step=best: is for a run"):
         compose([f"model={qwen2}", "page_library=transformers", f"output_dir={tmp_path / 'out'}", "step=best"])

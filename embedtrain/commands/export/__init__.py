@@ -106,8 +106,12 @@ def _check_adapters(options: ExportOptions, check: OptionChecks) -> None:
 def _check_model(options: ExportOptions, check: OptionChecks) -> None:
     given = {name: getattr(options, name) for name in ("run", "adapters", "page_library", "output_dir")}
     check.require(not given["run"] and not given["adapters"], "model", "is set beside run or adapters; keep one")
-    for name in ("page_library", "output_dir"):
-        check.require(given[name] is not None, name, "is missing; model is written for another library")
+    check.require(
+        given["page_library"] is not None,
+        "model",
+        "is a directory to write for another library, and page_library is missing; for a checkpoint write run=RUN",
+    )
+    check.require(given["output_dir"] is not None, "output_dir", "is missing; write output_dir=DIR")
     defaults = ExportOptions()
     kept = ("model", "page_library", "output_dir", "dtype", "check", "max_file_size", "trust_remote_code")
     for field in fields(options):

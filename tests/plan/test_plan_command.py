@@ -137,7 +137,7 @@ def test_only_json_is_printed():
     by_kind = {name: value for name, value in chosen["memory"].items() if name not in ("total", "phase")}
     assert sum(by_kind.values()) == pytest.approx(chosen["memory"]["total"])
     assert set(by_kind) == {
-        "parameters", "gradients", "optimizer", "activations", "loss", "gathered", "reducing"
+        "parameters", "gradients", "optimizer", "activations", "loss", "gathered", "reducing", "pictures"
     }  # fmt: skip
     assert chosen["fits"] is True
     host = chosen["host_memory"]

@@ -277,6 +277,8 @@ def test_advice_for_rows_without_negatives(mined):
     advice = "write margin_reference=highest, rank_max=120 or relative_margin=0.25 or null"
     assert f"many rows got no negative: {advice}" in printed
     assert "many rows" not in mined(*OPTIONS, "relative_margin=null", "output_dir=loose")[0]
+    everything = mined(*OPTIONS, "relative_margin=0.5", "rank_max=1000", "output_dir=all", "margin_reference=lowest")[0]
+    assert "write margin_reference=highest or relative_margin=0.25 or null" in everything
 
 
 def _break(directory: Path) -> None:

@@ -137,7 +137,7 @@ def print_summary(page: Page, summary: Mapping[str, Any], options: "MineOptions"
         page.heading(name)
         page.facts(_facts(stats, summary, f"{output_dir}/{stats['file']}"))
         if stats["rows_without_negatives"] * 4 > stats["rows"]:
-            page.note(f"many rows got no negative: {_advice(options)}", "yellow")
+            page.note(f"many rows got no negative: {_advice(options, summary['documents'])}", "yellow")
         _print_quantiles(page, stats, options.rank_max)
     false_negatives = summary["suspected_false_negatives"]
     limit = "above what the margin allows" if _has_margin(options) else "above the positive"
@@ -161,11 +161,12 @@ def _has_margin(options: "MineOptions") -> bool:
     return options.relative_margin is not None or options.absolute_margin is not None
 
 
-def _advice(options: "MineOptions") -> str:
-    """Options that give more negatives."""
+def _advice(options: "MineOptions", num_documents: int) -> str:
+    """Options that give more negatives of so many documents."""
     lowest = options.margin_reference.is_lowest and _has_margin(options)
     ways = ["margin_reference=highest"] if lowest else []
-    ways.append(f"rank_max={4 * options.rank_max}")
+    if options.rank_max < num_documents:
+        ways.append(f"rank_max={4 * options.rank_max}")
     if options.relative_margin is not None:
         ways.append(f"relative_margin={options.relative_margin / 2:g} or null")
     if options.absolute_margin is not None:
@@ -173,7 +174,9 @@ def _advice(options: "MineOptions") -> str:
     ways += [f"another {name}" for name in ("max_score", "min_score") if getattr(options, name) is not None]
     if options.rank_min:
         ways.append("a smaller rank_min")
-    return f"write {', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else f"write {ways[0]}, or give a corpus="
+    if len(ways) < 2:
+        return f"write {ways[0]}, or give a corpus=" if ways else "give a corpus="
+    return f"write {', '.join(ways[:-1])} or {ways[-1]}"
 
 
 def _facts(stats: Mapping[str, Any], summary: Mapping[str, Any], path: str) -> list[tuple[str, str]]:

@@ -109,7 +109,9 @@ class LateInteraction(BackboneKind):
 
     def new(self, source: "ModelSource", model: LateInteractionOptions) -> "ModelSource":
         """A model of random weights."""
-        if source.config.model_type in _families():
+        from embedtrain.models.vision_language import FAMILIES
+
+        if source.config.model_type in FAMILIES:
             from embedtrain.kinds.dense.vision import files_of_config
             from embedtrain.kinds.late_interaction.pages import new_pages
 
@@ -232,9 +234,3 @@ def _pages(source: "ModelSource") -> "PageVectors | None":
 
     settings = source.settings
     return settings if isinstance(settings, PageVectors) else None
-
-
-def _families() -> "Mapping[str, Any]":
-    from embedtrain.models.vision_language import FAMILIES
-
-    return FAMILIES

@@ -97,7 +97,7 @@ def test_pairs_and_scores_are_those_of_transformers(folder, architecture):
             together = encoder(packed.chunk(tokens, range(len(chosen))))[0][:, 0]
             alone = torch.cat([encoder(packed.chunk(tokens, [number]))[0][:, 0] for number in range(len(chosen))])
         torch.testing.assert_close(together, expected, atol=1e-5, rtol=0)
-        torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
+        torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-6)  # scores, unlike vectors, have any size
         assert expected.std() > 0.05
 
 

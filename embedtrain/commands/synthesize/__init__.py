@@ -1,0 +1,1 @@
+"""`torchrun -m embedtrain synthesize corpus=PATH output_dir=DIR`: training rows that a language model writes."""

@@ -96,6 +96,47 @@ class Refusal:
 Reply = Answer | Refusal
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A query that a language model has written: a row, if it passes the checks.
+
+    Attributes:
+        query: its text.
+        kind: of query, which is the name of its prompt: question, keywords, ...
+        sources: what the language model has read: a window of each document.
+        positives, ids: the texts and ids of the documents, in the same order; an id is "" where a document has none.
+        language: the ISO 639-1 code that was asked for; None for that of the document.
+        instruction: what the query is for, of kinds with one.
+        prompt: the first 12 hex digits of the hash of the prompt's template.
+        negatives: texts that look relevant and are not.
+        grade: of the judge, from 1 to 5.
+    """
+
+    query: str
+    kind: str
+    sources: tuple[str, ...]
+    positives: tuple[str, ...]
+    ids: tuple[str, ...]
+    prompt: str
+    language: str | None = None
+    instruction: str | None = None
+    negatives: tuple[str, ...] = ()
+    grade: int | None = None
+
+    def row(self, model: str) -> dict[str, Any]:
+        """The row as it is written; `model` is the name of the language model."""
+        row: dict[str, Any] = {"query": self.query, "pos": list(self.positives)}
+        if any(self.ids):
+            row["pos_id"] = list(self.ids)
+        if self.negatives:
+            row["neg"] = list(self.negatives)
+        if self.instruction is not None:
+            row["prompt"] = self.instruction
+        row |= {"synthetic": True, "synthetic_model": model, "synthetic_prompt": self.prompt, "kind": self.kind}
+        optional = {"language": self.language, "grade": self.grade}
+        return row | {name: value for name, value in optional.items() if value is not None}
+
+
 class Asker(Protocol):
     """A language model at hand.
 

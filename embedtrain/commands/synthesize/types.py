@@ -1,11 +1,19 @@
 """What is asked of a language model, and what it answers: between those who write requests and those who send them."""
 
 import hashlib
+import ipaddress
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+from embedtrain.config.command_options import FastPrecisionOptions, ModelOptions
+from embedtrain.config.options import check_values, option
+from embedtrain.config.validation import OptionChecks
+from embedtrain.errors import ConfigError
 
 Role = Literal["system", "user"]
 Purpose = Literal["queries", "judge", "paraphrase", "negatives"]
@@ -137,14 +145,35 @@ class Draft:
         return row | {name: value for name, value in optional.items() if value is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What requests will cost, before the first one is sent.
+
+    Attributes:
+        requests: those that are not answered yet.
+        answered: those that are, of which an answer is kept.
+        prompt_tokens: tokens to read, about; of a server, by the length of the texts.
+        completion_tokens: the most tokens to write.
+        price: the most that it costs, in the currency of `writer.price`.
+    """
+
+    requests: int
+    answered: int
+    prompt_tokens: int
+    completion_tokens: int
+    price: float
+
+
 class Asker(Protocol):
     """A language model at hand.
 
     Attributes:
         name: of the model, with whatever its answers depend on; rows carry it as `synthetic_model`.
+        where: a sentence that says where documents go.
     """
 
     name: str
+    where: str
 
     def ask(self, requests: Sequence[Request]) -> list[Reply]:
         """The replies, in the order of the requests.
@@ -153,3 +182,94 @@ class Asker(Protocol):
         before, also in an earlier run of the same output directory, are not sent again.
         """
         ...
+
+    def estimate(self, requests: Sequence[Request]) -> Estimate:
+        """What these requests will cost; none is sent. Collective."""
+        ...
+
+
+class WriterBackend(str, Enum):
+    """Where the language model runs."""
+
+    local = "local"  # a causal language model of transformers, on the ranks of this command
+    api = "api"  # a server that speaks OpenAI's protocol: vLLM, llama.cpp, TGI, Ollama, or a hosted one
+
+
+@dataclass(kw_only=True)
+class PriceConfig:
+    """What a server charges, in any currency."""
+
+    input: float = option(0.0, at_least=0)  # for a million tokens that the model reads
+    output: float = option(0.0, at_least=0)  # for a million tokens that it writes
+
+
+@dataclass(kw_only=True)
+class WriterConfig(FastPrecisionOptions, ModelOptions):
+    """A language model that writes: of `local` a directory or Hub id, of `api` the name that the server knows."""
+
+    backend: WriterBackend = WriterBackend.local
+    # Of api: the address, such as http://localhost:8000/v1. Documents go there and nowhere else.
+    url: str | None = option(None, in_result=False)
+    # Of api: the NAME of the environment variable with the key, never the key itself; default: there is no key.
+    key_env: str | None = option(None, in_result=False)
+    # Of api: requests in flight of all ranks together. Of local: texts that a rank writes at a time.
+    concurrency: int = option(16, at_least=1, in_result=False)
+    # Of api, of all ranks together; null: no limit.
+    requests_per_minute: int | None = option(None, at_least=1, in_result=False)
+    tokens_per_minute: int | None = option(None, at_least=1, in_result=False)  # read, and the most that may be written
+    timeout: float = option(300.0, above=0, in_result=False)  # of api: seconds for one answer
+    retries: int = option(6, within=(0, 100), in_result=False)  # of api: attempts after the first one of a request
+    temperature: float = option(0.7, within=(0, 2))  # 0 takes the most probable token each time
+    max_new_tokens: int = option(512, at_least=1)  # of one answer
+    price: PriceConfig = option(factory=PriceConfig, in_result=False)
+
+
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+_OF_API = ("url", "key_env", "requests_per_minute", "tokens_per_minute")
+_OF_LOCAL = ("revision", "trust_remote_code", "precision")
+
+
+def check_writer(writer: WriterConfig, prefix: str) -> None:
+    """Raise a ConfigError for options that cannot work; `prefix`, such as `writer.`, precedes their names."""
+    check_values(writer, prefix)
+    check = OptionChecks(writer, prefix)
+    is_api = writer.backend is WriterBackend.api
+    what = "the name of a model that the server has" if is_api else "the directory or Hub id of a language model"
+    check.require(bool(writer.model), "model", f"is missing; write {what}")
+    defaults = {each.name: each.default for each in fields(writer)}
+    for name in _OF_LOCAL if is_api else _OF_API:
+        is_default = getattr(writer, name) == defaults[name]
+        # Not by `check`, which prints the value: it may be a key.
+        if not is_default:
+            other = WriterBackend.local if is_api else WriterBackend.api
+            raise ConfigError(f"{prefix}{name}: is of {prefix}backend={other.value} only; leave it out")
+    if not is_api:
+        return
+    if writer.key_env is not None and not _VARIABLE.fullmatch(writer.key_env):
+        raise ConfigError(
+            f"{prefix}key_env: is not the name of an environment variable, such as OPENAI_API_KEY (capital letters, "
+            "digits and _); write the name, never the key"
+        )
+    _check_url(writer.url or "", f"{prefix}url")
+
+
+def _check_url(url: str, name: str) -> None:
+    """Raise a ConfigError for an address that is none, or that has a key in it, which is not printed."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        parts, is_address = urlsplit(""), False
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(f"{name}: has a user, a password or a query; write the address alone, and the key by key_env")
+    if not is_address:
+        raise ConfigError(f"{name}={url}: is not an address; write one such as http://localhost:8000/v1")
+
+
+def is_loopback(url: str) -> bool:
+    """Whether an address is of this machine."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

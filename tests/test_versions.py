@@ -14,7 +14,7 @@ def test_the_oldest_versions_are_the_lower_bounds():
     """`make test-oldest` runs with constraints-oldest.txt, so it has the lower bound of every dependency."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    extras = (optional[name] for name in ("onnx", "mteb", "tensorboard", "images", "pages"))
+    extras = (optional[name] for name in ("onnx", "mteb", "tensorboard", "images", "pages", "synthesize"))
     requirements = [*project["dependencies"], *itertools.chain.from_iterable(extras)]
     bounds = {}
     for requirement in map(Requirement, requirements):

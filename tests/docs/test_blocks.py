@@ -63,4 +63,4 @@ def test_yaml_is_checked_as_its_command_does(block, tmp_path, monkeypatch):
 
 def test_the_pages_have_blocks():
     assert sum(block.language == "yaml" for block in ALL) >= 4
-    assert {block.language for block in ALL if block.page == ROOT / "README.md"} == {"bash", "text"}
+    assert {block.language for block in ALL if block.page == ROOT / "README.md"} == {"bash", "python"}

@@ -143,3 +143,11 @@ def test_pictures_of_terminals_show_what_is_left_on_the_screen():
     assert plain(output) == ["start", "step 10/20", "━━ 10/20"]
     assert plain(hook.until(output + rest, "step 10/20")) == ["start", "step 10/20", "━━ 10/20"]
     assert plain(output + rest) == ["start", "step 10/20", "trained"]
+
+
+def test_diagrams_are_those_that_their_script_draws():
+    images = ROOT / "docs" / "assets" / "images"
+    pictures = load_hook("diagrams").pictures()
+    assert {path.name for path in images.glob("diagram-*.svg")} == pictures.keys()
+    for name, content in pictures.items():
+        assert (images / name).read_text(encoding="utf-8") == content, "run docs/hooks/diagrams.py"

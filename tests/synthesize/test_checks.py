@@ -42,6 +42,11 @@ def draft(query: str, document: str = ENGLISH, **fields) -> Draft:
     )
 
 
+@pytest.fixture(scope="module")
+def language_check() -> LanguageCheck:
+    return LanguageCheck()
+
+
 class ScriptedAsker:
     """Answers as told; keeps what it was asked."""
 
@@ -119,16 +124,17 @@ def similarity(first: str, second: str) -> float:
     return len(sets[0] & sets[1]) / max(1, len(sets[0] | sets[1]))
 
 
-@pytest.mark.parametrize("near", [0.5, 0.8, 0.95, 1.0])
+@pytest.mark.parametrize("near", [3 / 7, 0.5, 0.8, 1.0])
 def test_near_duplicates_are_those_of_comparing_all_pairs(near):
     draw = random.Random(2)
     texts = []
     for _ in range(150):
-        words = draw.choices([f"w{number}" for number in range(12)], k=draw.randint(1, 12))
+        words = draw.choices([f"w{number}" for number in range(12)], k=draw.randint(1, 16))
         texts.append(" ".join(words))
-        if draw.random() < 0.5:  # a text with one other word
-            words[draw.randrange(len(words))] = "other"
+        if draw.random() < 0.5:  # a text with one other word, whose features are the rarest
+            words[draw.randrange(len(words))] = f"other{len(texts)}"
             texts.append(" ".join(words).upper())
+        texts += draw.choices(texts, k=draw.random() < 0.2)
     existing, texts = texts[:30], texts[30:]
 
     kept, expected = list(existing), []
@@ -186,15 +192,14 @@ def test_drafts_that_repeat_a_query_or_an_example_are_counted():
         ("wie packe ich große Dateien?", ENGLISH, "tlh", ""),  # a language that cannot be recognised
     ],
 )
-def test_queries_in_another_language_fail(query, document, asked, why):
-    assert LanguageCheck().why(draft(query, document, language=asked)).startswith(why)
-    assert bool(LanguageCheck().why(draft(query, document, language=asked))) == bool(why)
+def test_queries_in_another_language_fail(language_check, query, document, asked, why):
+    assert language_check.why(draft(query, document, language=asked)) == why
 
 
-def test_either_language_of_two_documents_is_right():
+def test_either_language_of_two_documents_is_right(language_check):
     both = replace(draft("wie packe ich große Dateien?"), sources=(ENGLISH, GERMAN))
-    assert LanguageCheck().why(both) == ""
-    assert LanguageCheck().why(replace(both, query="怎样压缩文件的工具"))
+    assert language_check.why(both) == ""
+    assert language_check.why(replace(both, query="怎样压缩文件的工具")).endswith("instead of German or English")
 
 
 def test_a_draft_fails_at_its_first_check_and_is_counted_once():

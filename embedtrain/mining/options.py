@@ -13,6 +13,7 @@ from embedtrain.config.command_options import (
     OutputOptions,
     RankOptions,
     RowsOptions,
+    SeedOptions,
     ShardOptions,
 )
 from embedtrain.config.evaluation import check_index
@@ -60,6 +61,21 @@ class RowSearchOptions(
     exclude_same: str | None = None
     # rows that are searched and written together; an interrupted run resumes after them
     query_batch_size: int = option(4096, within=(1, 8192), in_result=False)
+
+
+@dataclass(kw_only=True)
+class FilterOptions(SeedOptions, RowSearchOptions):
+    """Options of `python -m embedtrain filter`."""
+
+    # A positive is kept if at most keep_rank - 1 documents score higher, other positives of its query and documents
+    # that equal one not counted. KaLM-Embedding-V2: 50; E5 and nomic: 2, with pool=1000000. Null: any rank.
+    keep_rank: int | None = option(50, at_least=1, hint="null for any rank")
+    # Documents that each positive is ranked among: those of its part of a random partition into parts of about this
+    # size. Null: all documents.
+    pool: int | None = option(None, at_least=2, hint="null for all documents")
+    # Write every row with the columns `rank` and `score`, which have a number for each positive, and reject none:
+    # `where` of a source, such as "rank <= 2", then chooses rows each time they are read.
+    annotate: bool = False
 
 
 def check_teacher_use(options: RowSearchOptions) -> None:

@@ -12,7 +12,6 @@ from sentence_transformers import SentenceTransformer
 
 from embedtrain.commands.filter import compose as compose_filter
 from embedtrain.commands.filter import run as main
-from embedtrain.commands.filter.consistency import partition
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.row_store import read_sources
 from embedtrain.distributed.world import World
@@ -20,6 +19,7 @@ from embedtrain.errors import ConfigError, DataError, FailedElsewhere
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.losses.encoded import Part
+from embedtrain.mining.consistency import partition
 from embedtrain.mining.folder import MiningFolder
 from tests.mine.models import save_cross_encoder
 from tests.mine.reference import documents_of

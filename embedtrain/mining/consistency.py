@@ -8,11 +8,11 @@ Shapes: N documents of the pool, P positives of a source (row by row), p those o
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,12 +28,11 @@ from embedtrain.inference.encode import ProgressCallback
 from embedtrain.inference.index import ShardedIndex
 from embedtrain.mining.folder import quantiles
 from embedtrain.mining.inputs import FloatArray, QueryDocumentPairs, RowBlock, UniqueQueries, row_blocks, scores_of
+from embedtrain.mining.options import FilterOptions
 from embedtrain.mining.pool import DocumentPool, IntArray, MiningSource
-from embedtrain.mining.run import RowSearch
+from embedtrain.mining.run import Finish, RowSearch, run_row_search
+from embedtrain.tracking.console import Console
 from embedtrain.tracking.pages import Page
-
-if TYPE_CHECKING:
-    from embedtrain.commands.filter import FilterOptions
 
 _RANKS = (1, 2, 5, 10, 20, 50, 100, 1000)
 _TEXT_WIDTH = 100  # columns of a printed text; summary.json has the whole texts
@@ -73,7 +72,24 @@ class SourceSummary:
         }
 
 
-def print_summary(page: Page, summary: Mapping[str, Any], options: "FilterOptions") -> None:
+def filter_rows(
+    options: FilterOptions, print_summary: Callable[[Page, Mapping[str, Any], FilterOptions], None]
+) -> list[Path]:
+    """Filter the rows of all sources. A collective; `print_summary` prints the summary on rank 0.
+
+    Returns the files of kept rows, one for each source.
+    """
+
+    def rank_positives(search: RowSearch, console: Console) -> Finish:
+        consistency_filter = ConsistencyFilter(search, options)
+        with console.progress() as progress:
+            consistency_filter.rank_positives(progress)
+        return consistency_filter.finish
+
+    return run_row_search(options, rank_positives, print_summary, rows="filtered", temporary=".filtering")
+
+
+def print_summary(page: Page, summary: Mapping[str, Any], options: FilterOptions) -> None:
     """Print what `ConsistencyFilter.finish` returned."""
     for name, source in summary["sources"].items():
         positives = source["positives"]
@@ -102,7 +118,7 @@ def print_summary(page: Page, summary: Mapping[str, Any], options: "FilterOption
         page.subheading(f"{options.output_dir}/rejected/ has the rejected positives with their ranks and scores")
 
 
-def _kept_facts(source: Mapping[str, Any], path: str, options: "FilterOptions") -> list[tuple[str, str]]:
+def _kept_facts(source: Mapping[str, Any], path: str, options: FilterOptions) -> list[tuple[str, str]]:
     positives = source["positives"]
     facts = [("rows kept", f"{_of(source['kept_rows'], source['rows'])} in {path}")]
     if source["rows_with_fewer_positives"]:
@@ -137,7 +153,7 @@ class _Task:
 class ConsistencyFilter:
     """Filters the rows of all sources."""
 
-    def __init__(self, search: RowSearch, options: "FilterOptions") -> None:
+    def __init__(self, search: RowSearch, options: FilterOptions) -> None:
         self.search, self.options = search, options
         self.part_of = partition(len(search.inputs.pool), options.pool, options.seed)
         self.positives = [_Positives.of(source, search.inputs.pool) for source in search.sources]
@@ -324,7 +340,7 @@ class FilteredSource:
     positives: _Positives
     ranks: IntArray  # [P]
     scores: FloatArray  # [P]
-    options: "FilterOptions"
+    options: FilterOptions
 
     @property
     def is_near(self) -> NDArray[np.bool_]:

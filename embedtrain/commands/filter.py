@@ -1,20 +1,13 @@
 """`torchrun -m embedtrain filter model=DIR data=[PATH,...] output_dir=DIR`: a consistency filter on all ranks."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from embedtrain.config.command_options import SeedOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.validation import OptionChecks
-from embedtrain.mining.options import RowSearchOptions, check_row_search, check_teacher_use, require_inputs
-
-if TYPE_CHECKING:
-    from embedtrain.tracking.console import Console
+from embedtrain.mining.options import FilterOptions, check_row_search, check_teacher_use, require_inputs
 
 HELP = f"""embedtrain filter: keep the training rows whose positives a model ranks high
 
@@ -28,21 +21,6 @@ rows, and of corpus. The same command resumes, on any number of ranks.
   annotate query_prompt precision}}
 
 {LAUNCH_HELP}"""
-
-
-@dataclass(kw_only=True)
-class FilterOptions(SeedOptions, RowSearchOptions):
-    """Options of `python -m embedtrain filter`."""
-
-    # A positive is kept if at most keep_rank - 1 documents score higher, other positives of its query and documents
-    # that equal one not counted. KaLM-Embedding-V2: 50; E5 and nomic: 2, with pool=1000000. Null: any rank.
-    keep_rank: int | None = option(50, at_least=1, hint="null for any rank")
-    # Documents that each positive is ranked among: those of its part of a random partition into parts of about this
-    # size. Null: all documents.
-    pool: int | None = option(None, at_least=2, hint="null for all documents")
-    # Write every row with the columns `rank` and `score`, which have a number for each positive, and reject none:
-    # `where` of a source, such as "rank <= 2", then chooses rows each time they are read.
-    annotate: bool = False
 
 
 def compose(arguments: list[str]) -> FilterOptions:
@@ -79,13 +57,6 @@ def run(options: FilterOptions) -> list[Path]:
 
     Returns the files of kept rows, one for each source.
     """
-    from embedtrain.commands.filter.consistency import ConsistencyFilter, print_summary
-    from embedtrain.mining.run import Finish, RowSearch, run_row_search
+    from embedtrain.mining.consistency import filter_rows, print_summary
 
-    def rank_positives(search: RowSearch, console: "Console") -> Finish:
-        consistency_filter = ConsistencyFilter(search, options)
-        with console.progress() as progress:
-            consistency_filter.rank_positives(progress)
-        return consistency_filter.finish
-
-    return run_row_search(options, rank_positives, print_summary, rows="filtered", temporary=".filtering")
+    return filter_rows(options, print_summary)

@@ -61,9 +61,10 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         if value in [member.value for member in kind]:
             return kind(value)
-    elif origin in (list, Sequence):
+    elif origin in (list, tuple, Sequence):
         if isinstance(value, list):
-            return [_convert(name, item, arguments[0]) for item in value]
+            items = [_convert(name, item, arguments[0]) for item in value]
+            return tuple(items) if origin is tuple else items
     elif origin in (dict, Mapping):
         if isinstance(value, Mapping):
             return {str(key): _convert(name, item, arguments[1]) for key, item in value.items()}
@@ -80,4 +81,4 @@ def _describe(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(str(member.value) for member in kind)}"
     names = {int: "a count", float: "a number", str: "a text", bool: "true or false"}
-    return names.get(kind) or ("a list" if get_origin(kind) in (list, Sequence) else "an object")
+    return names.get(kind) or ("a list" if get_origin(kind) in (list, tuple, Sequence) else "an object")

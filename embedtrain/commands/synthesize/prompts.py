@@ -267,7 +267,7 @@ def parse_answer(text: str) -> Parsed | None:
     except (ValueError, RecursionError):
         pass
     else:
-        return Parsed(value, is_repaired=False) if isinstance(value, dict | list) else None
+        return Parsed(_writable(value), is_repaired=False) if isinstance(value, dict | list) else None
     text = _THOUGHT.sub("", text)
     fenced = _FENCE.search(text)
     text = text if fenced is None else fenced[1]
@@ -279,7 +279,20 @@ def parse_answer(text: str) -> Parsed | None:
         value = repair_json(text[start:], return_objects=True)
     except Exception:  # a library that guesses may raise anything
         return None
-    return Parsed(value, is_repaired=True) if isinstance(value, dict | list) and value else None
+    return Parsed(_writable(value), is_repaired=True) if isinstance(value, dict | list) and value else None
+
+
+def _writable(value: Any) -> Any:
+    """The value without halves of characters, which JSON can spell and no file can have."""
+    match value:
+        case str():
+            return value.encode("utf-8", "ignore").decode()
+        case dict():
+            return {_writable(str(key)): _writable(item) for key, item in value.items()}
+        case list():
+            return [_writable(item) for item in value]
+        case _:
+            return value
 
 
 def texts_in(value: Any, *names: str) -> list[Any]:

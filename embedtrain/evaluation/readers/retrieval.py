@@ -14,6 +14,7 @@ from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache, build, cache_directory
 from embedtrain.data.cache.document_store import MappedCorpus, documents_build
+from embedtrain.data.rows import Example
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import QUERY_NAMES, find_column, normalized
 from embedtrain.data.sources.files import file_size, read_lines
@@ -368,7 +369,7 @@ def read_any_corpus(path: Path, cache: Cache | None = None, pictures: DataPath |
     if path.is_file():
         part = part_of_file(str(path)).with_pictures(pictures)
         require_image_columns(PartReader(), [part])
-        has_ids = _document_ids(part)
+        has_ids = has_document_ids(part)
         if has_ids:
             return read_corpus(path, cache, pictures)
         if has_ids is not None:
@@ -415,7 +416,7 @@ def _read_pictures(folder: Path, names: Sequence[str], max_pixels: int) -> Corpu
     return Corpus.from_dict(pictures)
 
 
-def _document_ids(part: SourcePart) -> bool | None:
+def has_document_ids(part: SourcePart) -> bool | None:
     """Whether the documents of a file have ids; None where its rows are not documents."""
     row = first_row(part).fields
     if any(normalized(name) in QUERY_NAMES[0] for name in row):
@@ -443,7 +444,20 @@ def _row_documents(path: Path, cache: Cache | None, pictures: DataPath | None) -
     source = TrainSource(path=str(path))
     if pictures is not None:
         source = TrainSource(**asdict(replace(pictures, path=str(path))))
-    reader = SourceReader(source, path.name, _TEXTS_ALONE, every_split=True)
+    for place, row in read_examples(source, cache):
+        texts = row.texts[1:] or (row.query,)
+        ids = (*row.positives.ids, *row.negatives.ids) if len(row.positives.ids) == len(row.positives) else ()
+        for index, text in enumerate(texts):
+            name = ids[index] if index < len(ids) and ids[index] else ""
+            yield name or place + (f"-{index + 1}" if index else ""), text
+
+
+def read_examples(source: TrainSource, cache: Cache | None = None) -> Iterator[tuple[str, Example]]:
+    """Training rows without a cache of them, in order, each after its line number, or `PART:LINE` of several files.
+
+    A corpus that rows refer to by id is cached. Raises DataError if a row cannot be read.
+    """
+    reader = SourceReader(source, Path(source.path).name, _TEXTS_ALONE, every_split=True)
     documents = None
     if reader.documents is not None:
         corpus = documents_build(reader.documents, OnError.stop, cache or Cache(directory=cache_directory(None)))
@@ -461,8 +475,4 @@ def _row_documents(path: Path, cache: Cache | None, pictures: DataPath | None) -
         for line, row in reader.rows(PartPiece(part), layout, documents):
             if isinstance(row, BadRow):
                 raise DataError(f"{part.location(line)}: {row}")
-            texts = row.texts[1:] or (row.query,)
-            ids = (*row.positives.ids, *row.negatives.ids) if len(row.positives.ids) == len(row.positives) else ()
-            for index, text in enumerate(texts):
-                name = ids[index] if index < len(ids) and ids[index] else ""
-                yield name or f"{prefix}{line}" + (f"-{index + 1}" if index else ""), text
+            yield f"{prefix}{line}", row

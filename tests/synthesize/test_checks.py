@@ -21,6 +21,7 @@ from embedtrain.commands.synthesize.checks import (
     LanguageCheck,
     Refiner,
     Tally,
+    check_checks,
     copied_words,
     find_duplicates,
     without_duplicates,
@@ -29,6 +30,7 @@ from embedtrain.commands.synthesize.checks import (
 from embedtrain.commands.synthesize.prompts import Prompts
 from embedtrain.commands.synthesize.types import Answer, Draft, Refusal, RefusalReason, Reply, Request
 from embedtrain.config.options import check_values
+from embedtrain.config.parsing import merge_options
 from embedtrain.errors import ConfigError
 
 ENGLISH = "A tool that compresses files without loss, and unpacks them again on any machine."
@@ -282,3 +284,17 @@ def test_limits_of_checks_are_named():
     config.judge.min_grade = 6
     with pytest.raises(ConfigError, match=r"checks\.judge\.min_grade=6"):
         check_values(config, "checks.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"judge": {"writer": {"model": "DIR"}}}, r"checks\.judge\.min_grade=null: is missing"),
+        ({"judge": {"min_grade": 4, "writer": {"url": "http://localhost"}}}, r"checks\.judge\.writer\.model"),
+        ({"round_trip": {"keep_rank": 5}}, r"checks\.round_trip\.model='': is missing"),
+    ],
+)
+def test_checks_without_what_they_need_are_refused(changes, message):
+    check_checks(merge_options(ChecksConfig, {"judge": {"min_grade": 4}, "round_trip": {"model": "DIR"}}, "checks"), "")
+    with pytest.raises(ConfigError, match=message):
+        check_checks(merge_options(ChecksConfig, changes, "checks"), "checks.")

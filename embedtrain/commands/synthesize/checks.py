@@ -6,6 +6,7 @@ Shapes: N drafts.
 """
 
 import collections
+import json
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from embedtrain.commands.synthesize.prompts import (
@@ -24,10 +26,21 @@ from embedtrain.commands.synthesize.prompts import (
     queries_schema,
     texts_in,
 )
-from embedtrain.commands.synthesize.types import Answer, Asker, Draft, Purpose, Reply, Request
+from embedtrain.commands.synthesize.types import (
+    Answer,
+    Asker,
+    Draft,
+    Purpose,
+    Reply,
+    Request,
+    WriterConfig,
+    check_writer,
+)
 from embedtrain.config.options import option
+from embedtrain.config.validation import OptionChecks
 from embedtrain.data.rows import text_key
 from embedtrain.errors import ConfigError
+from embedtrain.mining.options import FilterOptions
 from embedtrain.utils.formatting import install_command
 
 # Chinese, Japanese, Thai, Lao, Burmese and Khmer, whose words are not separated.
@@ -42,6 +55,7 @@ class JudgeConfig:
 
     # Queries with a lower grade are thrown away: 4 asks for documents that answer the query. Null: no judge.
     min_grade: int | None = option(None, within=(1, 5), hint="null for no judge")
+    writer: WriterConfig = field(default_factory=WriterConfig)  # the judge; without a model, the writer of the queries
 
 
 @dataclass(kw_only=True)
@@ -66,6 +80,23 @@ class ChecksConfig:
     languages: bool = True  # whether queries have to be in the language asked for, else in that of their document
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     round_trip: RoundTripConfig = field(default_factory=RoundTripConfig)
+
+
+def check_checks(checks: ChecksConfig, prefix: str) -> None:
+    """Raise a ConfigError for options that cannot work; `prefix`, such as `checks.`, precedes their names."""
+    judge = checks.judge
+    OptionChecks(judge, f"{prefix}judge.").require(
+        judge.min_grade is not None or judge.writer == WriterConfig(),
+        "min_grade",
+        "is missing, and judge.writer has no effect without it; write a grade such as 4",
+    )
+    if judge.writer != WriterConfig():
+        check_writer(judge.writer, f"{prefix}judge.writer.")
+    OptionChecks(checks.round_trip, f"{prefix}round_trip.").require(
+        bool(checks.round_trip.model) or checks.round_trip == RoundTripConfig(),
+        "model",
+        "is missing, and the other options of round_trip have no effect without it; write a model or Hub id",
+    )
 
 
 # The checks by which queries are thrown away, in their order, and what the report calls them.
@@ -442,3 +473,55 @@ def without_duplicates(
         other = drafts[duplicate.of].query if duplicate.of >= 0 else existing[-1 - duplicate.of]
         tally.reject(DUPLICATE if duplicate.similarity == 1.0 else NEAR_DUPLICATE, draft, f"of '{other}'")
     return kept
+
+
+def without_unfound(drafts: Sequence[Draft], search: FilterOptions, keep_rank: int, tally: Tally) -> list[Draft]:
+    """The drafts all of whose documents the query finds; the others are counted. A collective.
+
+    A document is found if at most `keep_rank - 1` of the other documents of the drafts and of `search.corpus` score
+    higher. Intermediate files are below `search.output_dir`: an interrupted search of the same drafts with the same
+    model resumes, and another one begins again.
+    """
+    from embedtrain.config.losses import InfoNCEConfig
+    from embedtrain.config.parsing import parse_sources
+    from embedtrain.distributed.world import joined_world
+    from embedtrain.mining.consistency import filter_rows
+    from embedtrain.utils.files import atomic_write, checksum_of, remove_tree
+
+    if not drafts:
+        return []
+    lines = [json.dumps(_searched_row(draft), ensure_ascii=False) for draft in drafts]
+    folder = Path(search.output_dir)
+    rows = folder / "drafts.jsonl"
+    results = folder / f"ranks-{checksum_of([lines, search.model, search.revision])[:12]}"
+    ranks: list[int] = []
+    with joined_world(search.timeout) as world:
+        with world.fail_together("writing queries to search for"):
+            if world.is_main:
+                for other in folder.glob("ranks-*"):
+                    if other != results:
+                        remove_tree(other)
+                folder.mkdir(parents=True, exist_ok=True)
+                with atomic_write(rows) as unfinished:
+                    unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+        data = parse_sources([str(rows)], "data", InfoNCEConfig())
+        (written,) = filter_rows(
+            replace(search, data=data, output_dir=str(results), keep_rank=None, annotate=True), lambda *_: None
+        )
+        with world.fail_together("reading the ranks of documents"):
+            if world.is_main:
+                with written.open(encoding="utf-8") as file:
+                    ranks = [max(json.loads(line)["rank"]) for line in file]
+        ranks = world.broadcast(ranks)
+    kept = []
+    for draft, rank in zip(drafts, ranks, strict=True):
+        if rank <= keep_rank:
+            kept.append(draft)
+        else:
+            tally.reject(ROUND_TRIP, draft, f"its document has rank {rank:,}")
+    return kept
+
+
+def _searched_row(draft: Draft) -> dict[str, Any]:
+    row = draft.row("")
+    return {name: row[name] for name in ("query", "pos", "pos_id", "prompt") if name in row}

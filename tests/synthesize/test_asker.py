@@ -12,15 +12,12 @@ from embedtrain.commands.synthesize.types import (
     Answer,
     Message,
     PriceConfig,
-    Refusal,
-    RefusalReason,
     Request,
     WriterBackend,
     WriterConfig,
     check_writer,
 )
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, EmbedtrainError
 from tests.synthesize.stub_server import Fault, Stub, digest
 
 SCHEMA = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}

@@ -61,10 +61,10 @@ def test_sampling_follows_the_probabilities(tmp_path, model):
     plain = AutoModelForCausalLM.from_pretrained(model)
     prompt = tokenizer(asked[0].messages[0].content + "\n\n")["input_ids"][:-1]
     with torch.no_grad():
-        probabilities = (plain(torch.tensor([prompt])).logits[0, -1] / 1.5).softmax(-1)
+        probabilities = (plain(torch.tensor([prompt])).logits[0, -1] / 1.5).softmax(-1).tolist()
     names = [tokenizer.decode([token], skip_special_tokens=True) for token in range(len(probabilities))]
     drawn = [texts(replies).count(name) / len(asked) for name in names]
-    expected = [sum(p for other, p in zip(names, probabilities.tolist()) if other == name) for name in names]
+    expected = [sum(p for other, p in zip(names, probabilities, strict=True) if other == name) for name in names]
     distance = sum(abs(a - b) for a, b in zip(drawn, expected, strict=True) if a or b) / 2
     assert distance < 0.25
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from embedtrain.commands.synthesize.asker import Attempt, Task, Work
+from embedtrain.commands.synthesize.store import Attempt, Task, Work
 from embedtrain.commands.synthesize.types import Answer, Request, WriterConfig, is_loopback
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.utils.formatting import format_duration, install_command, printable

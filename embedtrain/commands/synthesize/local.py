@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from embedtrain.commands.synthesize.asker import Task, Work
+from embedtrain.commands.synthesize.store import Task, Work
 from embedtrain.commands.synthesize.types import Answer, Request, WriterConfig
 from embedtrain.config.recipe import Precision
 from embedtrain.distributed.device import explain_out_of_memory

@@ -40,7 +40,7 @@ from tests.vision_language.rerankers import save_vision_reranker
 PATHS = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 MODELS = {
     "bce_xlmr": "xlm-roberta", "bge_m3_dense": "xlm-roberta", "e5_mistral_lora": "mistral", "llama_embedder": "llama",
-    "minilm": "bert", "modernbert": "modernbert", "qwen3_embedder": "qwen3",
+    "minilm": "bert", "modernbert": "modernbert", "qwen3_embedder": "qwen3", "simcse": "bert",
 }  # fmt: skip
 RERANKERS = {
     "bce_reranker": "xlm-roberta", "bge_reranker": "xlm-roberta", "modernbert_reranker": "modernbert",
@@ -57,6 +57,7 @@ PAGES = {"colqwen2_5": "qwen2_5_vl", "colqwen3": "qwen3_vl", "colsmol": "idefics
 _XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
 _XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _XLMR_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_BERT_BASE = {"model_type": "bert", "vocab_size": 30522, **_XLMR_BASE}
 _MODERNBERT = {
     "model_type": "modernbert", "vocab_size": 50368, "hidden_size": 768, "num_hidden_layers": 22,
     "num_attention_heads": 12, "intermediate_size": 1152, "max_position_embeddings": 8192,
@@ -82,6 +83,7 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
          "num_attention_heads": 12, "intermediate_size": 1536}, 0.0225,
     ),
     "modernbert": (_MODERNBERT, 0.149),
+    "simcse": (_BERT_BASE, 0.1095),
     "qwen3_embedder": (_QWEN3, 0.595),
     "bce_reranker": (_XLMR | _XLMR_BASE, 0.28),
     "bge_reranker": (_XLMR | _XLMR_LARGE | {"max_position_embeddings": 8194}, 0.57),
@@ -89,10 +91,7 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
     "qwen3_reranker": (_QWEN3, 0.595),
     "modern_colbert": (_MODERNBERT, 0.149),
     "colbert_xlmr": (_XLMR | _XLMR_BASE, 0.28),
-    "splade": (
-        {"model_type": "bert", "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12,
-         "num_attention_heads": 12, "intermediate_size": 3072}, 0.1095,
-    ),
+    "splade": (_BERT_BASE, 0.1095),
     "splade_doc": (
         {"model_type": "distilbert", "vocab_size": 30522, "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072},
         0.067,
@@ -261,6 +260,24 @@ def test_a_small_version_trains(ranks, tmp_path, name):
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)
     adapter = tmp_path / "run" / "model" / "adapter"
     assert adapter.is_dir() == (name == "e5_mistral_lora")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", ", delete_words: 0.6"])
+def test_texts_alone_train(ranks, tmp_path, more):
+    """The recipe simcse as its comment shows it, but for the sizes of model and batch and the number of steps."""
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text(i, 9)}) + "\n" for i in range(32)))
+    model = save_small(small_model("bert", dropout=0.3), tmp_path / "plain")
+    arguments = [
+        "recipe=simcse", f"data.train=[{{path: {tmp_path / 'texts.jsonl'}, text_as_positive: true{more}}}]",
+        f"model.path={model}", "train.global_batch_size=8", f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    output = ranks(2, run, arguments)[0]
+    assert "column text = query and positive" in output
+    config = json.loads((tmp_path / "run/model/config.json").read_text())
+    assert config["hidden_dropout_prob"] == 0.3, "0.1 is that of training"
+    vectors = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu").encode(["alpha beta", "delta"])
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", slow_but(TRAINED, [*RERANKERS, "quickstart_reranker"]))

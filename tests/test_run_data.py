@@ -70,6 +70,48 @@ def test_sources_with_losses_of_their_own(ranks, workshop, tmp_path):
             assert rows[size][step] == pytest.approx(row, rel=1e-5), (size, step)
 
 
+@pytest.fixture(scope="module")
+def texts(workshop):
+    (workshop / "texts.jsonl").write_text("".join(json.dumps({"text": text(i, 8)}) + "\n" for i in range(30)))
+    return workshop / "texts.jsonl"
+
+
+def test_texts_with_deleted_words_are_the_same_on_any_number_of_ranks(ranks, workshop, texts, tmp_path):
+    sources = f"data.train=[{{path: {texts}, text_as_positive: true, delete_words: 0.6}},{workshop / 'train.jsonl'}]"
+    common = (f"model.path={workshop / 'model'}", sources, "train.steps=8", "train.chunk_tokens=60")
+    runs = {}
+    for size in (1, 2, 3):
+        printed = ranks(size, run, *common, f"output_dir={tmp_path / str(size)}")[0]
+        assert "column text = query and positive" in printed
+        assert "texts: each word of a query is deleted with the probability 0.6 (delete_words)" in printed
+        runs[size] = losses(tmp_path / str(size))
+    assert len(runs[1]) == 8
+    for size in (2, 3):
+        assert runs[size] == pytest.approx(runs[1], rel=1e-5)
+    # Without deletion, a text without dropout is equal to its positive.
+    equal = sources.replace("delete_words: 0.6", "delete_words: 0")
+    printed = ranks(1, run, *common[:1], equal, "train.steps=1", f"output_dir={tmp_path / 'equal'}")[0]
+    assert "texts: texts are their own positives, and the model has no dropout" in printed
+
+
+def test_dropout_of_the_recipe_is_not_exported(ranks, workshop, texts, tmp_path):
+    """A text is its own positive: with dropout of the recipe, in a model that has none."""
+    sources = f"data.train=[{{path: {texts}, text_as_positive: true}}]"
+    common = (f"model.path={workshop / 'model'}", sources, "train.steps=4", "checkpoint.every=2", "checkpoint.keep=9")
+    common = (*common, "model.dropout=0.3")
+    printed = ranks(2, run, *common, f"output_dir={tmp_path / 'run'}")[0]
+    assert "no dropout" not in printed
+    expected = losses(tmp_path / "run")
+    for folder in ("run/model", "run/architecture"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config["hidden_dropout_prob"] == config["attention_probs_dropout_prob"] == 0.0
+    again = rewind_run(tmp_path / "run", tmp_path / "again", 2)
+    ranks(2, run, *common, f"output_dir={again}")
+    assert losses(again) == expected
+    ranks(2, run, *common[:-1], "model.dropout=0", f"output_dir={tmp_path / 'without'}")
+    assert losses(tmp_path / "without")[1] != pytest.approx(expected[1], rel=1e-3)
+
+
 @pytest.mark.slow
 def test_a_resumed_run_of_several_sources_continues_exactly(ranks, workshop, tmp_path):
     common = ("train.steps=9", "checkpoint.every=2", "checkpoint.keep=9", "train.gradient_accumulation_steps=2")

@@ -38,6 +38,7 @@ from embedtrain.config.recipe import (
     OPENVINO,
     SELECTIVE,
     DataConfig,
+    DataFormat,
     ExportConfig,
     LoraConfig,
     ModelConfig,
@@ -235,10 +236,27 @@ def check_train_sources(sources: Sequence[TrainSource], option: str) -> None:
         except ConfigError as error:
             raise ConfigError(f"{option}, {source.path}: {error}") from None
         check.instruction_format()
+        _check_text_as_positive(source, check)
         if source.name is not None:
             other = paths_by_name.get(source.name)
             check.require(other is None, "name", f"is also the name of {other}")
             paths_by_name[source.name] = source.path
+
+
+def _check_text_as_positive(source: TrainSource, check: OptionChecks) -> None:
+    if not source.text_as_positive:
+        return
+    columns = parse_columns(source.columns)
+    check.require(
+        columns is None or (len(columns.texts) == 1 and columns.score is None),
+        "text_as_positive",
+        f"takes one column of texts, and columns={source.columns} are several; write columns: {{text: COLUMN}}",
+    )
+    check.require(
+        source.format in (DataFormat.auto, DataFormat.columns),
+        "text_as_positive",
+        f"reads single texts, and rows of format={source.format.value} have documents; leave one of them out",
+    )
 
 
 def _check_train(train: TrainConfig) -> None:

@@ -301,7 +301,8 @@ TRAINER = (
     Row("", "not needed: rows are shuffled, by `seed`", also="shuffle"),
     Row(
         "",
-        "not an option: dropout is that of the model's configuration; adapters have `model.lora.dropout`",
+        "`model.dropout`, for every dropout of the model; adapters have `model.lora.dropout`",
+        same,
         also="dropout hidden_dropout_prob attention_dropout classifier_dropout",
     ),
     Row(

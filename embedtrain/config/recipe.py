@@ -291,6 +291,9 @@ class ModelConfig:
     attention: Attention = option(Attention.auto, resume=Effect.changes_rounding)
     rope_theta: float | None = None  # base of the rotary positions in training; default: the configuration's
     rope_scaling: Any = None  # extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}
+    # Probability of every dropout that the configuration names (hidden states, attention, classifier, ...), in training
+    # alone: the exported configuration is the original one. Default: those of the configuration.
+    dropout: float | None = option(None, within=(0, 0.9), resume=Effect.changes_training)
     lora: LoraConfig = field(default_factory=LoraConfig)
     query_prompt: str | None = None  # precedes every query; default: that of the directory, else none
     document_prompt: str | None = None  # precedes every document; default: that of the directory, else none
@@ -332,6 +335,11 @@ class TrainSource(DataPath):
     # In the order query, positive, negatives, and a score; or by role, as {query: q1, positive: q2, label: same}, with
     # text, negative and score. Default: by name.
     columns: Any = None
+    # Rows are single texts, each of which is the query and its own positive: dropout (SimCSE) or `delete_words` makes
+    # them differ. `columns={text: COLUMN}` names their column where there are several.
+    text_as_positive: bool = False
+    # Share of the words that are deleted from every query, drawn anew in each epoch; at least one is left.
+    delete_words: float = option(0.0, at_least=0, below=1, hint="0 deletes none")
     # scores are divided by it: 5 maps 0 to 5 onto 0 to 1
     score_scale: float = option(1.0, above=0, hint="scores are divided by it")
     # Reads only rows for which it holds: comparisons of columns with numbers, such as "rank <= 2 and score > 0.3". A

@@ -120,7 +120,7 @@ UNSUPPORTED_LOSSES: dict[str, str] = {
     "Matryoshka2dLoss": "the embeddings of inner layers, which loss.matryoshka.layers of any loss trains",
     "ContrastiveTensionLoss": "a second model that is trained as well",
     "ContrastiveTensionLossInBatchNegatives": "a second model that is trained as well",
-    "DenoisingAutoEncoderLoss": "a decoder",
+    "DenoisingAutoEncoderLoss": "a decoder; without one, `delete_words` of a source denoises",
 }
 
 

@@ -36,6 +36,11 @@ def source_requirements(source: TrainSource, loss: LossConfig, recipe: Recipe) -
     them.
     """
     needs, count = loss.row_requirements, recipe.data.batch_negatives
+    if source.text_as_positive and not needs.documents:
+        raise ConfigError(
+            f"data.train, {source.path}: text_as_positive=true: loss={needs.loss} takes texts without positives; leave "
+            "it out"
+        )
     if not load_kind(recipe.model.kind).scores_pairs or source.in_batch_negatives is False:
         return needs
     if count == 0 and needs.scores is not ScoreRequirement.teacher:

@@ -22,7 +22,7 @@ from embedtrain.config.source_losses import (
 from embedtrain.config.validation import TEXT_ALONE
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.row_store import RowStore, read_sources
-from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
+from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all, tokenise_queries
 from embedtrain.data.images.item import item_parts
 from embedtrain.data.rows import Example, TextFormat, text_keys
 from embedtrain.data.sampling.plan import (
@@ -35,11 +35,13 @@ from embedtrain.data.sampling.plan import (
     draw,
     draw_batch_negatives,
     rows_per_source_of_epoch,
+    without_words,
 )
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, GlobalBatch, Tokens, gather_ranges
+from embedtrain.errors import ConfigError
 from embedtrain.utils.formatting import format_count
 
 T = TypeVar("T")
@@ -57,18 +59,26 @@ class SourceSettings:
     negatives: int | None = None  # hard negatives of a row that one step uses; None: all
     other_positives: bool = False  # whether a step uses other positives of a row like its negatives
     batch_negatives: int = 0  # documents of other rows that each row gets as further negatives
+    text_as_positive: bool = False  # whether the positive of a row is its query
+    delete_words: float = 0.0  # share of the words that queries lack
 
 
 class SelectedRows(Sequence[Example]):
-    """The rows of a global batch, each read when it is accessed."""
+    """The rows of a global batch, each read when it is accessed.
+
+    `deleted` is the share of words that the query of each row lacks, drawn by `seed`: float64 [B].
+    """
 
     def __init__(
         self,
         stores: Sequence[RowStore],
         planned: PlannedBatch,
         selection: Selection,
+        deleted: NDArray[np.float64],
+        seed: int,
     ) -> None:
         self._stores, self._planned, self._selection = stores, planned, selection
+        self._deleted, self._seed = deleted, seed
         self._negative_starts = np.cumsum(selection.counts) - selection.counts
 
     def __len__(self) -> int:
@@ -82,6 +92,11 @@ class SelectedRows(Sequence[Example]):
         if isinstance(index, slice):
             return tuple(self._row(i) for i in range(len(self))[index])
         return self._row(range(len(self))[index])
+
+    def query(self, index: int) -> tuple[str, str | None]:
+        """The query of a row, with the words that are left, and its instruction."""
+        example = self._example(index)
+        return self._query(index, example.query), example.instruction
 
     def id_keys(self) -> NDArray[np.int64]:
         """Hashes of the ids of all documents that the rows hold, row by row, -1 without an id. Reads every row.
@@ -98,10 +113,16 @@ class SelectedRows(Sequence[Example]):
     def _example(self, index: int) -> Example:
         return self._stores[int(self._planned.sources[index])][int(self._planned.rows[index])]
 
+    def _query(self, index: int, query: str) -> str:
+        share = float(self._deleted[index])
+        position = self._planned.first_position + index
+        return without_words(query, share, position, self._seed) if share else query
+
     def _row(self, index: int) -> Example:
         start, count = self._negative_starts[index], self._selection.counts[index]
         negatives = self._selection.negatives[start : start + count].tolist()
-        return self._example(index).selected(int(self._selection.positive[index]), negatives)
+        row = self._example(index).selected(int(self._selection.positive[index]), negatives)
+        return replace(row, query=self._query(index, row.query)) if self._deleted[index] else row
 
 
 class SelectedTokens:
@@ -203,6 +224,32 @@ class ExtendedTokens:
         return self._tokens.tokens(self._texts[texts])
 
 
+class ShortenedTokens:
+    """The tokens of a batch in which some queries lack words: implements BatchTokens.
+
+    The keys are those of the whole texts: what is a duplicate does not depend on the words that were drawn.
+
+    Args:
+        tokens: of the whole texts.
+        rows: int64 [n], the rows whose queries lack words.
+        shortened: the tokens of their queries.
+    """
+
+    def __init__(self, tokens: BatchTokens, rows: NDArray[np.int64], shortened: Tokens) -> None:
+        self._tokens, self._shortened = tokens, shortened
+        self.num_documents, self.keys, self.lengths = tokens.num_documents, tokens.keys, tokens.lengths.copy()
+        self.lengths[rows] = shortened.lengths
+        self._numbers = np.full(len(self.keys), -1, dtype=np.int64)
+        self._numbers[rows] = np.arange(len(rows))
+
+    def tokens(self, texts: NDArray[np.int64]) -> Tokens:
+        """The tokens of these texts."""
+        numbers = self._numbers[texts]
+        whole, short = np.flatnonzero(numbers < 0), np.flatnonzero(numbers >= 0)
+        parts = [self._tokens.tokens(texts[whole]), self._shortened.take(numbers[short])]
+        return Tokens.concatenated(parts).take(np.argsort(np.concatenate([whole, short])))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
     """How sources are mixed, as the options of DataConfig."""
@@ -222,6 +269,7 @@ class TrainData:
     ) -> None:
         self.stores, self.plan, self.settings, self.notes = list(stores), plan, list(settings), notes
         self.tokens: list[TokenStore] | None = None
+        self._tokenizer: TextTokenizer | None = None
 
     def __len__(self) -> int:
         return sum(len(store) for store in self.stores)
@@ -240,13 +288,23 @@ class TrainData:
     def prepare(self, tokenizer: TextTokenizer, cache: Cache) -> list[str]:
         """Tokenise all texts that are not in the cache; batches have tokens afterwards. Returns notes for the user.
 
-        Processes that call this at the same time share the work. A DataError if the tokens cannot be written.
+        Processes that call this at the same time share the work.
+
+        Raises:
+            DataError: the tokens cannot be written.
+            ConfigError: `delete_words` of a source with pictures.
         """
+        for store, of_source in zip(self.stores, self.settings, strict=True):
+            if of_source.delete_words and store.report.num_pictures:
+                raise ConfigError(
+                    f"{store.report.name}: delete_words={of_source.delete_words:g} deletes words of texts, and rows "
+                    "of this source have pictures; leave it out"
+                )
         requests = [
             TokenRequest(store, settings.text_format)
             for store, settings in zip(self.stores, self.settings, strict=True)
         ]
-        self.tokens = prepare_all(requests, tokenizer, cache)
+        self.tokens, self._tokenizer = prepare_all(requests, tokenizer, cache), tokenizer
         return [note for request in requests for note in request.notes(tokenizer)]
 
     def batch(self, k: int) -> GlobalBatch:
@@ -266,7 +324,8 @@ class TrainData:
         other_positives = uses_others[planned.sources] if uses_others.any() else None
         selection = draw(positives, negatives, limits, positions, self.plan.seed, other_positives)
         sources = [planned.source] if planned.source is not None else range(len(self.stores))
-        rows = SelectedRows(self.stores, planned, selection)
+        deleted = np.array([settings.delete_words for settings in self.settings])[planned.sources]
+        rows = SelectedRows(self.stores, planned, selection, deleted, self.plan.seed)
         has_ids = any(self.stores[source].extra_columns & ID_COLUMNS for source in sources)
         tokens: BatchTokens | None = None
         drawn: BatchNegatives | None = None
@@ -276,7 +335,10 @@ class TrainData:
             if num_drawn.any():
                 documents = selected.documents(rows.id_keys() if has_ids else None)
                 drawn = draw_batch_negatives(documents, num_drawn, self.plan.seed, k)
-                tokens = ExtendedTokens(selected, drawn)
+            if deleted.any():
+                tokens = self._without_words(selected, rows, planned.sources, deleted)
+            if drawn is not None:
+                tokens = ExtendedTokens(tokens, drawn)
         return GlobalBatch(
             k,
             rows,
@@ -287,6 +349,18 @@ class TrainData:
             has_ids=has_ids,
             num_batch_negatives=None if drawn is None else drawn.counts,
         )
+
+    def _without_words(
+        self, tokens: BatchTokens, rows: SelectedRows, sources: NDArray[np.int64], deleted: NDArray[np.float64]
+    ) -> BatchTokens:
+        """The tokens with those of queries that lack words, of all rows: every rank has to know their lengths."""
+        assert self._tokenizer is not None, "tokens are there"
+        for source in np.unique(sources[deleted > 0]):
+            of_source = np.flatnonzero(sources == source)
+            queries = [rows.query(row) for row in of_source.tolist()]
+            shortened = tokenise_queries(queries, self.settings[source].text_format, self._tokenizer)
+            tokens = ShortenedTokens(tokens, of_source, shortened)
+        return tokens
 
     def teacher_dimension(self, source: int) -> int | None:
         """The dimension of the teacher's vectors in the rows of a source; None if there are none."""
@@ -349,13 +423,24 @@ def load_train_data(
     source_needs = [needs] * len(sources) if isinstance(needs, RowRequirements) else needs
     settings = [
         SourceSettings(
-            TextFormat.of(source, text_format), source.negatives, row_needs.other_positives, row_needs.batch_negatives
+            TextFormat.of(source, text_format),
+            source.negatives,
+            row_needs.other_positives,
+            row_needs.batch_negatives,
+            text_as_positive=source.text_as_positive,
+            delete_words=source.delete_words,
         )
         for source, row_needs in zip(sources, source_needs, strict=True)
     ]
     notes = [str(store.report) for store in stores]
     notes += _instructions(stores, settings)
     notes += _batch_negatives(stores, settings)
+    notes += [
+        f"{store.report.name}: each word of a query is deleted with the probability {of_source.delete_words:g} "
+        "(delete_words)"
+        for store, of_source in zip(stores, settings, strict=True)
+        if of_source.delete_words
+    ]
     notes.append(_epoch(stores, rows, plan, mixing))
     return TrainData(stores, plan, settings, notes)
 

@@ -3,7 +3,9 @@
 What a kind of model adds to the backbone is built, read and located by the kind itself.
 """
 
+import copy
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from embedtrain.errors import ConfigError, ModelError
@@ -24,26 +26,37 @@ from embedtrain.utils.formatting import one_line
 
 _MAX_PARAMETERS_PER_BYTE = 8  # one bit each
 _MAX_TENSOR = 1 << 26  # numbers of a stored tensor that a small model may leave unused
+# hidden_dropout_prob, attention_dropout, attn_pdrop, dropout_rate; not layerdrop nor drop_path_rate, which leave out
+# layers.
+_DROPOUT = re.compile(r"(^|_)p?drop(out)?(_prob|_rate)?$")
 
 
-def build_encoder(source: ModelSource) -> Encoder:
+def build_encoder(source: ModelSource, dropout: float | None = None) -> Encoder:
     """The encoder with parameters on the meta device and buffers in memory, ready to be sharded.
+
+    With `dropout`, that is the probability of every dropout that the configuration names, which itself stays as it is.
+    A ConfigError if the architecture has none.
 
     Buffers are real because many are in no checkpoint (position ids, rotary frequencies): after `to_empty` they would
     contain garbage.
     """
     with init_empty_weights(include_buffers=False):
-        return assemble_encoder(source)
+        return assemble_encoder(source, dropout)
 
 
-def assemble_encoder(source: ModelSource) -> Encoder:
+def assemble_encoder(source: ModelSource, dropout: float | None = None) -> Encoder:
     """The encoder in memory with random weights, or on the meta device within torch's or accelerate's contexts."""
     if source.towers:
-        return TowerEncoder({name: assemble_encoder(tower) for name, tower in source.towers.items()})
+        return TowerEncoder({name: assemble_encoder(tower, dropout) for name, tower in source.towers.items()})
     try:
-        model = source.kind.model_class(source.config).from_config(
-            source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
+        config = source.config if dropout is None else _with_dropout(source.config, dropout)
+        model = source.kind.model_class(config).from_config(
+            config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
         )
+        if dropout and not has_dropout(model):
+            raise ConfigError(
+                f"model.dropout={dropout:g}: the architecture {source.config.model_type} has no dropout; leave it out"
+            )
         return source.kind.encoder(source, model)
     except (ModelError, ConfigError):
         raise
@@ -52,6 +65,30 @@ def assemble_encoder(source: ModelSource) -> Encoder:
             f"cannot build a model from this {source.config.model_type} configuration "
             f"({type(error).__name__}: {one_line(error)})"
         ) from None
+
+
+def _with_dropout(config: PretrainedConfig, dropout: float) -> PretrainedConfig:
+    """A copy with this probability for every dropout that it names, also in the configurations inside it."""
+    config = copy.deepcopy(config)
+    pending = [config]
+    while pending:
+        values = vars(part := pending.pop())
+        pending += [value for value in values.values() if isinstance(value, PretrainedConfig)]
+        for name in [*values]:
+            # None is that of another entry, as of `classifier_dropout`.
+            if _DROPOUT.search(name) and isinstance(values[name], int | float) and not isinstance(values[name], bool):
+                setattr(part, name, dropout)
+    return config
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a module has dropout in training."""
+    for module in model.modules():
+        # Attention has no module for it where a kernel draws the masks.
+        numbers = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+        if (isinstance(module, nn.Dropout) and module.p) or any(numbers):
+            return True
+    return False
 
 
 def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:

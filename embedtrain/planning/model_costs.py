@@ -753,7 +753,7 @@ def build_meta_encoder(recipe: Recipe) -> MetaEncoder:
     if model.config is not None and model.tokenizer is None and "vocab_size" not in settings:
         source.config.get_text_config().vocab_size = model.vocab_size  # of the tokenizer that is trained on the data
     files = open_adapter(model.lora)
-    encoder = build_encoder(source)
+    encoder = build_encoder(source, model.dropout)
     if model.lora.on:
         frozen = frozen_dtype(model.lora.base_dtype, recipe.parallel.precision, _stored_dtype(source))
         add_adapters(encoder, model.lora, files, frozen)

@@ -29,6 +29,7 @@ from embedtrain.inference.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, exit_layers, loss_notes, row_spec_of
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.blocks import EarlyExits
+from embedtrain.models.build import has_dropout
 from embedtrain.planning.flops import FlopsReference, matmul_rate, peak_flops
 from embedtrain.planning.memory import StepWorkload
 from embedtrain.planning.model_costs import compute_dtype
@@ -262,6 +263,18 @@ def load_models(
         for path in guide_paths(loss_of_source):
             if isinstance(teacher := guides[path], StoredTeacher):
                 teacher.check([data.stores[source]], world)
+    equal = [
+        name
+        for name, settings in zip(data.names, data.settings, strict=True)
+        if settings.text_as_positive
+        and not settings.delete_words
+        and settings.text_format.query_prompt == settings.text_format.document_prompt
+    ]
+    if equal and not has_dropout(model.encoder):
+        run.console.warn(
+            f"{', '.join(equal)}: texts are their own positives, and the model has no dropout, so that both have the "
+            "same vector: set model.dropout=0.1, or delete_words of the source"
+        )
     memory = f"memory in the lines of steps: {describe_peak_memory(world.device)}, on rank 0"
     run.note([*model.notes, *guide_notes, memory])
     return model, guides

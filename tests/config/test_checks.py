@@ -20,6 +20,7 @@ from embedtrain.config.optim import DecayShape, MuonDtype, OptimizerName, Parame
 from embedtrain.config.options import check_values
 from embedtrain.config.recipe import (
     BaseDtype,
+    DataFormat,
     LoraConfig,
     Pooling,
     Precision,
@@ -307,7 +308,8 @@ CASES = [
 SOURCES = [
     {"weight": 0.0}, {"weight": NAN}, {"weight": INFINITE}, {"max_rows": 0}, {"documents_revision": "main"},
     {"negatives": -1}, {"score_scale": 0.0}, {"query_max_length": 2}, {"document_max_length": 0},
-    {"instruction_format": "{text} {instruction}"}, {"name": "taken"},
+    {"instruction_format": "{text} {instruction}"}, {"name": "taken"}, {"delete_words": 1.0},
+    {"text_as_positive": True, "columns": ["a", "b"]}, {"text_as_positive": True, "format": DataFormat.tevatron},
 ]  # fmt: skip
 SETS = [
     {"path": ""}, {"path": "TripletEvaluator"},

@@ -139,6 +139,28 @@ def _texts(
             yield text, options
 
 
+def tokenise_queries(
+    queries: Sequence[tuple[str, str | None]], text_format: TextFormat, tokenizer: TextTokenizer
+) -> Tokens:
+    """The tokens of queries that are in no store, pairs of a text and the instruction of its row, as a store has them.
+
+    The order is kept. At least one query.
+    """
+    text_format, layout = text_format.limited_to(tokenizer.max_length), tokenizer.layout
+    role = TextRole.query if layout.roles_differ else TextRole.document
+    limit = tokenizer.limit(TextRole.query, text_format.query_max_length)
+    of_instruction: dict[str | None, list[int]] = {}
+    for number, (_, instruction) in enumerate(queries):
+        of_instruction.setdefault(instruction, []).append(number)
+    parts, order = [], list[int]()
+    for instruction, numbers in of_instruction.items():
+        prompt = layout.query_prompt(text_format.query(instruction))
+        texts = [prompt(queries[number][0]) for number in numbers]
+        parts.append(layout.tokenize(texts, limit, prompt.prefix, role))
+        order += numbers
+    return Tokens.concatenated(parts).take(np.argsort(order))
+
+
 def _num_documents(batch: pa.RecordBatch) -> NDArray[np.int64]:
     """Documents of each row of a batch."""
     positives, negatives = (

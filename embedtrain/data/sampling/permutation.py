@@ -44,6 +44,7 @@ class Purpose(IntEnum):
     filter_parts = 6  # the random partition of `filter`
     batch_negatives = 7  # documents of other rows of the batch
     mined_negatives = 8  # `mine` with sampling=random
+    deleted_words = 9  # of queries, with `delete_words`
 
 
 def make_key(seed: int, purpose: Purpose, *numbers: int) -> int:

@@ -4,7 +4,9 @@ S: number of sources; B: rows of a batch; E: all documents that these rows hold;
 documents.
 """
 
+import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,6 +23,7 @@ from embedtrain.data.sampling.permutation import (
     permute,
     random_below,
     random_bits,
+    random_uniform,
 )
 from embedtrain.errors import ConfigError
 
@@ -303,6 +306,8 @@ def _apportion(total: int, proportions: Sequence[Fraction | int]) -> list[int]:
     return parts
 
 
+_IDEOGRAPH = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORDS = re.compile(rf"(?:[{_IDEOGRAPH}]|[^\s{_IDEOGRAPH}]+)\s*")
 NO_LIMIT = int(np.iinfo(np.int64).max)  # as the maximal number of negatives
 
 
@@ -361,6 +366,23 @@ def draw(
         among_all = negatives + (negatives >= positive[owners])
         negatives = np.where(other_positives[owners], among_all - num_positives[owners], negatives)
     return Selection(positive, negatives, owners, counts)
+
+
+def without_words(text: str, share: float, position: int, seed: int) -> str:
+    """A text of which each word is deleted with this probability, at least one is left, and the order is kept.
+
+    What is deleted is a function of the text, the seed and the position of the row in the run. An ideograph or a kana
+    is a word, as in BERT's vocabularies, and so are the letters between spaces otherwise.
+    """
+    words = _WORDS.findall(text)
+    if not words:
+        return text
+    key = make_key(seed, Purpose.deleted_words, position)
+    numbers = np.arange(len(words))
+    kept = random_uniform(key, numbers) >= share
+    if not kept.any():
+        kept = numbers == random_below(random_bits(key, len(words)), len(words))
+    return "".join(itertools.compress(words, kept)).strip()
 
 
 def _positions_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -57,6 +57,8 @@ def choose_layout(
     """
     if source.columns is not None and source.format not in (DataFormat.auto, DataFormat.columns):
         raise ConfigError(f"{source.path}: columns has no use with format={source.format.value}: leave one of them out")
+    if source.text_as_positive:
+        return _choose_text(source, kind, [row, *first_rows], needs)
     layout = _keyed_layout(source, kind, row, needs)
     if layout is None:
         _reject_unpaired(source, row)
@@ -75,6 +77,26 @@ def choose_layout(
     if isinstance(layout, FlagEmbedding):
         _reject_scores(source, row, needs)
     return layout
+
+
+def _choose_text(
+    source: TrainSource, kind: PartKind, first_rows: Sequence[dict[str, Any]], needs: RowRequirements
+) -> "Columns":
+    """The column of texts that are their own positives."""
+    if kind is PartKind.beir:
+        raise ConfigError(
+            f"{source.path}: text_as_positive=true reads one file of texts, and this is a BEIR folder: write the path "
+            "of its corpus and its column, such as {path: .../corpus.jsonl, text_as_positive: true, columns: "
+            "{text: text}}"
+        )
+    is_cells = kind in (PartKind.csv, PartKind.tsv)
+    layout = _choose_columns(source, first_rows, RowRequirements(documents=False, loss=needs.loss), is_cells=is_cells)
+    if len(layout.names) > 1 or layout.score is not None:
+        raise DataError(
+            f"{source.path}: text_as_positive=true takes one column of texts, and there are: "
+            f"{list_names(first_rows[0])}; name it, such as columns={{text: {layout.names[0]}}}"
+        )
+    return replace(layout, needs=needs, is_own_positive=True)
 
 
 def _reject_scores(source: TrainSource, row: dict[str, Any], needs: RowRequirements) -> None:
@@ -177,11 +199,14 @@ class Columns(RowLayout):
     is_cells: bool = False  # of CSV or TSV, in which numbers are texts
     is_chosen: bool = False  # from the columns of the file, and not named by the source
     by_name: bool = False  # chosen by their names, not by their order
+    is_own_positive: bool = False  # rows are single texts, see `text_as_positive`
     unused: tuple[str, ...] = ()  # of the first rows, in which they have no role beside the others
 
     def describe(self) -> str:
         """What each column is used as."""
         first, *others = self.names
+        if self.is_own_positive:
+            return f"column {first} = query and positive"
         parts = [f"columns {first} = query" if others else f"column {first} = query"]
         if others:
             parts.append(f"{others[0]} = positive")
@@ -202,6 +227,8 @@ class Columns(RowLayout):
             if name not in row:
                 raise BadRow(f'no "{name}" in this row, which has: {list_names(row)}')
         query = values.text(row[self.names[0]], f'column "{self.names[0]}"')
+        if self.is_own_positive:
+            return Example(query, Documents((query,)))
         positives: list[str] = []
         negatives: list[str] = []
         for name in self.names[1:2]:
@@ -337,7 +364,7 @@ def _text_columns(
     try:
         chosen = choose_text_columns(names, first_rows, is_cells=is_cells)
     except UnclearColumns as unclear:
-        if needs.label:  # takes one text, and the message about that names them all
+        if needs.label or source.text_as_positive:  # takes one text, and the message about that names them all
             return [name for name in names if content_of(name, first_rows, is_cells=is_cells) is Content.text], False
         raise DataError(
             f"{source.path}: {unclear}; there are: {list_names(first_rows[0])}: write "

@@ -259,6 +259,7 @@ class SourceReader:
             "split": source.split,
             "score_scale": source.score_scale,
             **({"backslash_escapes": True} if source.backslash_escapes else {}),
+            **({"text_as_positive": True} if source.text_as_positive else {}),
             **({} if source.where is None else {"where": list(map(astuple, parse_condition(source.where)))}),
             "parts": [self._reader.digests(part) for part in self.parts],
             **({"pictures": pictures} if any(pictures) else {}),

@@ -135,7 +135,7 @@ def load_model(
     with world.fail_together("opening the model"):
         source = _open_verified(model, source, world, read_weights=read_weights or model.lora.on)
         bound = _bound_tokenizer(source, tokenizer, model)
-        encoder = build_encoder(source)
+        encoder = build_encoder(source, None if work is None else model.dropout)
         blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
         locations = locate_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
         packing = prepare_packing(encoder, model.attention, parallel, capability)

@@ -10,21 +10,19 @@ import pytest
 
 from embedtrain.commands.synthesize.checks import (
     COPIED,
-    DUPLICATE,
     EMPTY,
     GRADE,
     LANGUAGE,
-    NEAR_DUPLICATE,
     NO_GRADE,
     ChecksConfig,
     DraftChecks,
+    Duplicate,
     LanguageCheck,
     Refiner,
     Tally,
     check_checks,
     copied_words,
     find_duplicates,
-    without_duplicates,
     words_of,
 )
 from embedtrain.commands.synthesize.prompts import Prompts
@@ -160,20 +158,14 @@ def test_a_feature_of_many_texts_does_not_make_them_compared():
     assert find_duplicates(texts, 0.9) == [None] * len(texts)
 
 
-def test_drafts_that_repeat_a_query_or_an_example_are_counted():
-    tally = Tally()
-    drafts = [draft("how to compress files"), draft("How to compress files?"), draft("what users ask"), draft("new")]
-    assert without_duplicates(drafts, None, tally, ["What users ask."]) == [drafts[0], drafts[3]]
-    assert tally.num_rejected(DUPLICATE) == 2
-    assert [sample.why for sample in tally.samples[DUPLICATE]] == [
-        "of 'how to compress files'",
-        "of 'What users ask.'",
-    ]
+def test_texts_that_repeat_an_earlier_one_or_an_example_are_duplicates():
+    texts = ["how to compress files", "How to compress files?", "what users ask", "new"]
+    found = find_duplicates(texts, None, ["another", "What users ask."])
+    assert found == [None, Duplicate(0, 1.0), Duplicate(-2, 1.0), None]
     long = "how do I compress a lot of very large files without loss of any data on a slow machine"
-    similar = [draft(long), draft(long.replace("slow", "small"))]
-    assert without_duplicates(similar, 0.8, tally) == similar[:1]
-    assert without_duplicates(similar, None, tally) == similar
-    assert tally.num_rejected(NEAR_DUPLICATE) == 1
+    similar = [long, long.replace("slow", "small")]
+    assert find_duplicates(similar, 0.8) == [None, Duplicate(0, 32 / 38)]
+    assert find_duplicates(similar, None) == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Queries that do not find their documents are those of the plain definition, on any number of ranks."""
+"""Ranks of documents by their queries are those of the plain definition, on any number of ranks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from embedtrain.commands.synthesize.checks import ROUND_TRIP, Tally, without_unfound
+from embedtrain.commands.synthesize.checks import document_ranks
 from embedtrain.commands.synthesize.types import Draft
 from embedtrain.config.parsing import parse_corpus
 from embedtrain.distributed.world import World
 from embedtrain.mining.options import FilterOptions
 from tests.mine.runs import more_documents, positive, query, save_model, words, write_jsonl
 
-KEEP_RANK = 2
 CORPUS = more_documents(40)
 
 
@@ -69,31 +68,26 @@ def expected_ranks(folder: Path) -> list[int]:
     return ranks
 
 
-def _found(world: World, options: FilterOptions) -> tuple[list[str], Tally]:
-    tally = Tally()
-    kept = without_unfound(DRAFTS, options, KEEP_RANK, tally)
-    return [each.query for each in kept], tally
+def _ranks(world: World, options: FilterOptions) -> list[int]:
+    return document_ranks(DRAFTS if world.is_main else [], options)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_drafts_whose_documents_rank_low_are_counted(folder, ranks, size):
+def test_ranks_are_those_of_comparing_with_all_documents(folder, ranks, size):
     expected = expected_ranks(folder)
-    kept = [each.query for each, rank in zip(DRAFTS, expected, strict=True) if rank <= KEEP_RANK]
-    assert 3 < len(kept) < len(DRAFTS) - 3
-    for found, tally in ranks(size, _found, search(folder, f"out-{size}")):
-        assert found == kept
-        assert tally.num_rejected(ROUND_TRIP) == len(DRAFTS) - len(kept)
-        worst = next(rank for rank in expected if rank > KEEP_RANK)
-        assert tally.samples[ROUND_TRIP][0].why == f"its document has rank {worst}"
+    assert 3 < sum(rank == 1 for rank in expected) < len(DRAFTS) - 3
+    for found in ranks(size, _ranks, search(folder, f"out-{size}")):
+        assert found == expected
 
 
 def test_other_drafts_begin_again_and_the_same_ones_do_not(folder, capsys):
     options = search(folder, "again")
-    assert without_unfound([], options, KEEP_RANK, Tally()) == []
-    first = without_unfound(DRAFTS, options, KEEP_RANK, Tally())
+    assert document_ranks([], options) == []
+    first = document_ranks(DRAFTS, options)
     assert "already holds" not in capsys.readouterr().out
-    assert without_unfound(DRAFTS, options, KEEP_RANK, Tally()) == first
+    assert document_ranks(DRAFTS, options) == first
     assert "already holds" in capsys.readouterr().out
     others = [replace(each, query=each.query[::-1]) for each in DRAFTS]
-    without_unfound(others, options, 1000, Tally())
+    assert len(document_ranks(others, options)) == len(DRAFTS)
+    assert "already holds" not in capsys.readouterr().out
     assert len(list(Path(options.output_dir).glob("ranks-*"))) == 1

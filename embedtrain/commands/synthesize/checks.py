@@ -460,66 +460,44 @@ def _near_duplicates(sets: Sequence[Sequence[int]], near: float, num_existing: i
     return results
 
 
-def without_duplicates(
-    drafts: Sequence[Draft], near: float | None, tally: Tally, existing: Sequence[str] = ()
-) -> list[Draft]:
-    """The drafts whose query duplicates none of `existing` and of those before; the others are counted."""
-    kept = []
-    found = find_duplicates([draft.query for draft in drafts], near, existing)
-    for draft, duplicate in zip(drafts, found, strict=True):
-        if duplicate is None:
-            kept.append(draft)
-            continue
-        other = drafts[duplicate.of].query if duplicate.of >= 0 else existing[-1 - duplicate.of]
-        tally.reject(DUPLICATE if duplicate.similarity == 1.0 else NEAR_DUPLICATE, draft, f"of '{other}'")
-    return kept
+def document_ranks(drafts: Iterable[Draft], search: FilterOptions) -> list[int]:
+    """For each draft, the rank that its query gives to its document, or to the worst one of several. A collective.
 
-
-def without_unfound(drafts: Sequence[Draft], search: FilterOptions, keep_rank: int, tally: Tally) -> list[Draft]:
-    """The drafts all of whose documents the query finds; the others are counted. A collective.
-
-    A document is found if at most `keep_rank - 1` of the other documents of the drafts and of `search.corpus` score
-    higher. Intermediate files are below `search.output_dir`: an interrupted search of the same drafts with the same
-    model resumes, and another one begins again.
+    The rank is 1 plus the number of other documents, of the drafts and of `search.corpus`, that score higher. Only rank
+    0 reads the drafts; all return the ranks. Intermediate files are below `search.output_dir`: an interrupted search
+    for the same drafts with the same model resumes, and another one begins again.
     """
     from embedtrain.config.losses import InfoNCEConfig
     from embedtrain.config.parsing import parse_sources
     from embedtrain.distributed.world import joined_world
     from embedtrain.mining.consistency import filter_rows
-    from embedtrain.utils.files import atomic_write, checksum_of, remove_tree
+    from embedtrain.utils.files import Checksums, atomic_write, checksum_of, remove_tree
 
-    if not drafts:
-        return []
-    lines = [json.dumps(_searched_row(draft), ensure_ascii=False) for draft in drafts]
     folder = Path(search.output_dir)
-    rows = folder / "drafts.jsonl"
-    results = folder / f"ranks-{checksum_of([lines, search.model, search.revision])[:12]}"
-    ranks: list[int] = []
+    rows, results, is_empty, ranks = folder / "drafts.jsonl", folder, True, list[int]()
     with joined_world(search.timeout) as world:
         with world.fail_together("writing queries to search for"):
             if world.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                with atomic_write(rows) as unfinished, unfinished.open("w", encoding="utf-8", newline="\n") as file:
+                    file.writelines(f"{json.dumps(_searched_row(draft), ensure_ascii=False)}\n" for draft in drafts)
+                is_empty = not rows.stat().st_size
+                content = [Checksums.of(rows).files, search.model, search.revision]
+                results = folder / f"ranks-{checksum_of(content)[:12]}"
                 for other in folder.glob("ranks-*"):
                     if other != results:
                         remove_tree(other)
-                folder.mkdir(parents=True, exist_ok=True)
-                with atomic_write(rows) as unfinished:
-                    unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+        is_empty, name = world.broadcast((is_empty, results.name))
+        if is_empty:
+            return []
         data = parse_sources([str(rows)], "data", InfoNCEConfig())
-        (written,) = filter_rows(
-            replace(search, data=data, output_dir=str(results), keep_rank=None, annotate=True), lambda *_: None
-        )
+        annotated = replace(search, data=data, output_dir=str(folder / name), keep_rank=None, annotate=True)
+        (written,) = filter_rows(annotated, lambda *_: None)
         with world.fail_together("reading the ranks of documents"):
             if world.is_main:
                 with written.open(encoding="utf-8") as file:
                     ranks = [max(json.loads(line)["rank"]) for line in file]
-        ranks = world.broadcast(ranks)
-    kept = []
-    for draft, rank in zip(drafts, ranks, strict=True):
-        if rank <= keep_rank:
-            kept.append(draft)
-        else:
-            tally.reject(ROUND_TRIP, draft, f"its document has rank {rank:,}")
-    return kept
+        return world.broadcast(ranks)
 
 
 def _searched_row(draft: Draft) -> dict[str, Any]:

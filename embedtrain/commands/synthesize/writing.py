@@ -20,11 +20,13 @@ from xxhash import xxh3_64
 from embedtrain.commands.synthesize.checks import (
     DUPLICATE,
     NEAR_DUPLICATE,
+    ROUND_TRIP,
     TITLES,
     DraftChecks,
     Duplicate,
     Refiner,
     Tally,
+    document_ranks,
     find_duplicates,
 )
 from embedtrain.commands.synthesize.prompts import (
@@ -36,6 +38,7 @@ from embedtrain.commands.synthesize.prompts import (
     queries_schema,
     texts_in,
 )
+from embedtrain.commands.synthesize.report import REPORT_FILE, Written, write_report
 from embedtrain.commands.synthesize.types import Asker, Draft, Estimate, Refusal, RefusalReason, Reply, Request
 from embedtrain.config.columns import DataPath
 from embedtrain.config.command_line import flatten
@@ -52,10 +55,18 @@ from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.first_stage import bm25_rankings
 from embedtrain.evaluation.readers.retrieval import has_document_ids, read_examples
 from embedtrain.evaluation.types import Corpus
+from embedtrain.mining.options import FilterOptions
 from embedtrain.mining.pool import corpus_parts
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.pages import Page
-from embedtrain.utils.files import atomic_write, checksum_of, expand_user, make_folder, require_own_file
+from embedtrain.utils.files import (
+    atomic_write,
+    checksum_of,
+    expand_user,
+    make_folder,
+    remove_tree,
+    require_own_file,
+)
 from embedtrain.utils.records import read_record
 
 if TYPE_CHECKING:
@@ -452,6 +463,7 @@ LOSSES = {
 }
 ROWS_FILE, SUMMARY_FILE = "rows.jsonl", "synthesis.json"
 _DRAFTS_FILE = ".drafts.jsonl"
+_ROUND_TRIP_FOLDER = ".round_trip"
 
 
 class SynthesisFolder:
@@ -487,13 +499,17 @@ class SynthesisFolder:
                 is_finished = has_all and found is not None and found["identity"] == json.loads(json.dumps(identity))
         return not self.world.broadcast(is_finished)
 
-    def finish(self, rows: Iterator[str], summary: Mapping[str, Any]) -> None:
-        """Write the rows and then the summary; on one rank."""
+    def finish(self, drafts: Iterator[Draft], summary: Mapping[str, Any], tally: Tally) -> None:
+        """Write the rows, the report and then the summary; on one rank."""
+        written = Written()
         with atomic_write(self.rows) as unfinished, unfinished.open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(rows)
+            rows = (draft.row(summary["model"]) for draft in written.watch(drafts))
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_report(self.directory / REPORT_FILE, summary, LOSSES, tally, written)
         with atomic_write(self.summary) as unfinished:
             unfinished.write_text(json.dumps(summary, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         self.drafts.unlink(missing_ok=True)
+        remove_tree(self.directory / _ROUND_TRIP_FOLDER)
 
 
 def read_synthesis(directory: Path) -> dict[str, Any] | None:
@@ -596,7 +612,7 @@ def synthesize(
             console.note(f"{num_read:,} of {num_documents:,} documents: {len(drafts.queries):,} queries so far")
     if documents.digest != identity["corpus"]:
         raise DataError("corpus has changed while it was read: run the same command again")
-    kept = _without_duplicates(drafts, options, tally, [example.query for example in examples], world)
+    kept = _checked_together(drafts, options, tally, [example.query for example in examples], world)
     summary = {
         "rows": int(kept.sum()),
         "documents": dict(documents.counts),
@@ -614,8 +630,7 @@ def synthesize(
         if world.is_main and not kept.any():
             raise DataError(f"no row is left of {writer.num_asked:,} queries that were asked for: {_reasons(summary)}")
         if world.is_main:
-            rows = (draft.row(asker.name) for draft, is_kept in zip(drafts.read(), kept, strict=True) if is_kept)
-            folder.finish((json.dumps(row, ensure_ascii=False) + "\n" for row in rows), summary)
+            folder.finish(_chosen(drafts, kept), summary, tally)
     if world.is_main:
         print_summary(Page(), summary, folder.rows)
     return folder.rows
@@ -727,10 +742,18 @@ def _refine(
     return refine
 
 
+def _checked_together(
+    drafts: DraftFile, options: "SynthesizeOptions", tally: Tally, existing: Sequence[str], world: World
+) -> NDArray[np.bool_]:
+    """Which drafts pass the checks of all of them. A collective; rank 0 counts the others."""
+    kept = _without_duplicates(drafts, options, tally, existing, world)
+    return _found(drafts, kept, options, tally, world) if options.checks.round_trip.model else kept
+
+
 def _without_duplicates(
     drafts: DraftFile, options: "SynthesizeOptions", tally: Tally, existing: Sequence[str], world: World
 ) -> NDArray[np.bool_]:
-    """Which drafts are kept. A collective; rank 0 counts the others."""
+    """Which drafts are kept. A collective."""
     duplicates: list[Duplicate | None] = []
     with world.fail_together("looking for duplicates"):
         duplicates = find_duplicates(drafts.queries, options.checks.near_duplicate, existing)
@@ -739,6 +762,32 @@ def _without_duplicates(
                 other = drafts.queries[duplicate.of] if duplicate.of >= 0 else existing[-1 - duplicate.of]
                 tally.reject(DUPLICATE if duplicate.similarity == 1.0 else NEAR_DUPLICATE, draft, f"of '{other}'")
     return np.array([duplicate is None for duplicate in duplicates], dtype=bool)
+
+
+def _chosen(drafts: DraftFile, kept: NDArray[np.bool_]) -> Iterator[Draft]:
+    return (draft for draft, is_kept in zip(drafts.read(), kept, strict=True) if is_kept)
+
+
+def _found(
+    drafts: DraftFile, kept: NDArray[np.bool_], options: "SynthesizeOptions", tally: Tally, world: World
+) -> NDArray[np.bool_]:
+    """Those of the kept drafts that find their document. A collective."""
+    round_trip = options.checks.round_trip
+    search = FilterOptions(
+        model=round_trip.model,
+        revision=round_trip.revision,
+        corpus=options.corpus,
+        output_dir=str(expand_user(options.output_dir) / _ROUND_TRIP_FOLDER),
+        timeout=options.timeout,
+        seed=options.seed,
+    )
+    ranks = document_ranks(_chosen(drafts, kept) if world.is_main else (), search)
+    for draft, rank in zip(_chosen(drafts, kept), ranks, strict=True) if world.is_main else ():
+        if rank > round_trip.keep_rank:
+            tally.reject(ROUND_TRIP, draft, f"its document has rank {rank:,}")
+    found = kept.copy()
+    found[kept] = np.array(ranks, dtype=np.int64) <= round_trip.keep_rank
+    return found
 
 
 def print_summary(page: Page, summary: Mapping[str, Any], rows: Path) -> None:

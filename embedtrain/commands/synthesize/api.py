@@ -40,6 +40,12 @@ _BYTES_PER_TOKEN = 4
 _SENTENCE = 300  # characters of what a server says
 
 
+# Why an attempt has no answer: the kind, a sentence, and the seconds that the server asks to wait.
+_Problem = tuple[str, str, float]
+# Kinds that ask for the same request in another form.
+_FORMS = ("changed", "plainer")
+
+
 class _Malformed(Exception):
     """An answer that is not one of the protocol."""
 
@@ -167,23 +173,27 @@ class _Conversation:
 
     async def _ask(self, task: Task) -> None:
         most = _num_bytes(task.request) + _TOKENS_OF_REQUEST + task.request.max_new_tokens
-        level, num_failed = self._dialect.level, 0
-        while await asyncio.wrap_future(self._work.reserve([task], most)):
+        level = num_failed = 0
+        reserved = self._work.reserve([task], most)
+        while await asyncio.wrap_future(reserved):
             async with self._slots:
-                await self._wait_for_turn(task.request)
-                if self._work.is_stopping:
-                    self._work.release([task], most)
-                    return
-                level = max(level, self._dialect.level)
-                attempt = self._work.begin(task, most)
-                problem = await self._attempt(attempt, level)
-            if problem is None or isinstance(problem, EmbedtrainError):
-                if problem is not None:
-                    self._work.stop(problem)
-                return
-            kind, message, wait = problem
-            if kind in ("changed", "plainer"):
-                level += kind == "plainer"
+                while True:
+                    level = max(level, self._dialect.level)
+                    problem = await self._attempt(task, most, level)
+                    if problem is None:
+                        return
+                    kind, message, wait = problem
+                    if kind not in _FORMS:
+                        break
+                    level += kind == "plainer"
+                    reserved = self._work.reserve([task], most)
+                    # At once, so that the other requests profit from what is found out. But not while others, which the
+                    # budget waits for, may wait for this slot.
+                    if not reserved.done():
+                        break
+                    if not reserved.result():
+                        return
+            if kind in _FORMS:
                 continue
             if kind == "refused":
                 self._refuse(task, message)
@@ -195,8 +205,21 @@ class _Conversation:
             # Spread, so that what failed together does not come back together; by the key, so that it repeats.
             spread = 0.5 + int(task.key[:4], 16) / 0x20000
             await self._sleep(max(wait, min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** (num_failed - 1)) * spread))
+            reserved = self._work.reserve([task], most)
 
-    async def _attempt(self, attempt: Attempt, level: int) -> tuple[str, str, float] | EmbedtrainError | None:
+    async def _attempt(self, task: Task, most: int, level: int) -> _Problem | None:
+        """Send a request that may be sent; None if nothing is left to do."""
+        await self._wait_for_turn(task.request)
+        if self._work.is_stopping:
+            self._work.release([task], most)
+            return None
+        problem = await self._send(self._work.begin(task, most), level)
+        if isinstance(problem, EmbedtrainError):
+            self._work.stop(problem)
+            return None
+        return problem
+
+    async def _send(self, attempt: Attempt, level: int) -> _Problem | EmbedtrainError | None:
         """Send a request; returns None with an answer, an error of the command, or what to do, why and when."""
         import openai
 
@@ -238,9 +261,7 @@ class _Conversation:
         else:
             self._work.answer(attempt, answer, is_counted=is_counted)
 
-    def _refusal(
-        self, attempt: Attempt, error: Any, body: dict[str, Any], level: int
-    ) -> tuple[str, str, float] | EmbedtrainError:
+    def _refusal(self, attempt: Attempt, error: Any, body: dict[str, Any], level: int) -> _Problem | EmbedtrainError:
         """What to do about a status other than 200."""
         status: int = error.status_code
         message = self._sentence(_server_message(error))

@@ -68,6 +68,7 @@ class StopSignals:
         agreed: whether all ranks know that one of them received a signal, and stop.
         is_stopping: whether the run is ending because of it; further signals are ignored.
         report: prints which signal ends the process immediately, and returns the exit code.
+        awaited: what a deferred signal waits for.
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class StopSignals:
         self.agreed = False
         self.is_stopping = False
         self.report: Callable[[signal.Signals], int] = report_early_stop
+        self.awaited = "the current step, with a checkpoint"
         self._received_at = 0.0
         self._deferred = False
         self._ends_process = True
@@ -112,7 +114,7 @@ class StopSignals:
             received, now = signal.Signals(number), time.monotonic()
             if self._deferred and self.received is None:
                 self.received, self._received_at = received, now
-                _acknowledge(received, "to interrupt it at once")
+                _acknowledge(received, self.awaited, "to interrupt it at once")
             elif not self._deferred or now - self._received_at >= _REPEAT_WINDOW:
                 _act(previous[received], number, frame)
 
@@ -152,7 +154,7 @@ class StopSignals:
         if self.received is None:
             self.received, self._received_at = received, now
             if self._deferred:
-                _acknowledge(received, "to end the process at once")
+                _acknowledge(received, self.awaited, "to end the process at once")
         elif now - self._received_at < _REPEAT_WINDOW:
             return
         elif self._deferred:
@@ -175,11 +177,11 @@ def report_early_stop(received: signal.Signals) -> int:
     return exit_code(received)
 
 
-def _acknowledge(received: signal.Signals, effect: str) -> None:
+def _acknowledge(received: signal.Signals, awaited: str, effect: str) -> None:
     """Report at once that a signal arrived: the current step, evaluation or export may take long. Rank 0 prints."""
     if os.environ.get("RANK", "0") == "0":
         again = f"send it again after {_REPEAT_WINDOW:.0f} s {effect}"
-        text = f"{received.name}: stopping after the current step, with a checkpoint; {again}"
+        text = f"{received.name}: stopping after {awaited}; {again}"
         with contextlib.suppress(RuntimeError):  # it interrupted a write to the same stream
             print(text, file=sys.stderr, flush=True)
 

@@ -161,7 +161,10 @@ class StoredAsker:
         """Have the backend ask, while the ranks agree on what may be spent. A collective."""
         received = 0
         known = total - sum(self._world.gather(len(work.tasks)))
-        deferred = contextlib.nullcontext() if self._signals is None else self._signals.deferred()
+        deferred: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._signals is not None:
+            self._signals.awaited = "the requests in flight"
+            deferred = self._signals.deferred()
         with activity(_ASKING), deferred:
             threading.Thread(target=work.run, args=(self._backend,), name=_ASKING, daemon=True).start()
             received, answered = self._supervise(work, known, total)

@@ -1,0 +1,112 @@
+"""A command that asks a server, as processes that can be killed: forked, with the environment of torchrun."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from embedtrain.cli.entry import run_command
+from embedtrain.commands.synthesize import api
+from embedtrain.commands.synthesize.asker import open_answers, open_asker
+from embedtrain.commands.synthesize.types import Message, Request, WriterConfig
+from embedtrain.distributed.signals import StopSignals
+from embedtrain.distributed.world import joined_world
+from embedtrain.utils.files import atomic_write
+from tests.forked import fork_context, torchrun_environment
+
+RESULT = "replies.json"
+
+
+def blocks(count: int, size: int) -> list[list[Request]]:
+    """Requests, the last of each block also in the next."""
+    asked = [
+        Request(messages=(Message("user", f"text {i}"),), purpose="queries", max_new_tokens=9, temperature=1.0, seed=i)
+        for i in range(count)
+    ]
+    return [asked[max(0, start - 1) : start + size] for start in range(0, count, size)]
+
+
+@dataclass
+class Asking:
+    """The ranks."""
+
+    processes: list[Any]
+    log: Path
+    store: TCPStore
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait(self, timeout: float = 90.0) -> list[int]:
+        """Exit codes, after all have ended, or were ended as by a launcher when one had failed."""
+        deadline = time.monotonic() + timeout
+        while any(one.is_alive() for one in self.processes) and time.monotonic() < deadline:
+            if any(one.exitcode for one in self.processes):
+                break
+            time.sleep(0.01)
+        for one in self.processes:
+            one.join(max(0.1, min(20.0, deadline - time.monotonic())))
+            if one.is_alive():
+                one.kill()
+                one.join()
+        return [one.exitcode for one in self.processes]
+
+
+def start(folder: Path, config: WriterConfig, size: int, count: int, block: int, *limits: int | None) -> Asking:
+    """Ask `count` requests in blocks; rank 0 writes RESULT at the end."""
+    store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{time.monotonic_ns()}.log"
+    processes = []
+    for rank in range(size):
+        environment = torchrun_environment(rank, size, store.port)
+        process = fork_context().Process(
+            target=_run, args=(environment, log, folder, config, count, block, limits), daemon=True
+        )
+        process.start()
+        processes.append(process)
+    return Asking(processes, log, store)
+
+
+def _run(
+    environment: dict[str, str], log: Path, folder: Path, config: WriterConfig, count: int, block: int, limits: Any
+):
+    os.setsid()
+    os.environ.update(environment)
+    api._FIRST_WAIT = 0.01
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    signals = StopSignals()
+
+    def ask(_: None) -> None:
+        with joined_world() as world, open_answers(folder, world, **dict(zip(LIMITS, limits, strict=False))) as answers:
+            asker = open_asker(config, answers, signals=signals)
+            replies = [str(reply) for asked in blocks(count, block) for reply in asker.ask(asked)]
+            if world.is_main:
+                with atomic_write(folder / RESULT) as path:
+                    path.write_text(json.dumps({"replies": replies, **asker.usage()}))
+            else:
+                asker.usage()
+
+    run_command(lambda _: signals.listen(), ask)
+
+
+LIMITS = ("max_requests", "max_tokens")
+
+
+def result(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / RESULT).read_text())
+    return content
+
+
+def interrupt(asking: Asking, which: signal.Signals, *ranks: int) -> None:
+    for rank in ranks or range(len(asking.processes)):
+        os.kill(asking.processes[rank].pid, which)

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,18 @@ def test_a_server_of_other_parameters(tmp_path):
             "response_format",
         }
         assert usage["requests"] == len(stub.bodies)
+
+
+def test_a_model_without_system_messages(tmp_path):
+    def fault(body: dict[str, Any], number: int) -> Fault | None:
+        return Fault(400, "System role not supported") if len(body["messages"]) > 1 else None
+
+    messages = (Message("system", "Write."), Message("user", "a document"))
+    asked = [replace(request, messages=messages) for request in requests(1)]
+    with Stub(fault=fault) as stub:
+        replies, _, _ = single(ask, tmp_path, writer(stub), asked)
+        assert isinstance(replies[0], Answer)
+        assert stub.bodies[-1]["messages"] == [{"role": "user", "content": "Write.\n\na document"}]
 
 
 def test_a_request_that_is_refused_for_good(tmp_path):

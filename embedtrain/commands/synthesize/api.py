@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Seconds before a repetition: doubled each time. A server that asks for more than the last is not waited for.
 _FIRST_WAIT, _LONGEST_WAIT, _LONGEST_RETRY_AFTER = 1.0, 60.0, 900.0
+_CONNECT_SECONDS = 20.0
 _POLL = 0.2  # seconds between two looks at whether a longer wait has to end
 _TEMPORARY = frozenset({408, 409, 425, 429})  # and all from 500 on
 _UNREAD = frozenset({429, 503})  # with these, the server has read nothing
@@ -88,10 +89,13 @@ class ApiBackend:
     async def _run(self, work: Work) -> None:
         import openai
 
-        # As httpx reads it, which also reads proxies and passwords where it trusts the environment.
-        context = ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE") or None)
+        # A client that trusts the environment would take proxies and passwords from it as well.
+        authorities = os.environ.get("SSL_CERT_FILE")
         http = openai.DefaultAsyncHttpxClient(
-            trust_env=False, follow_redirects=False, timeout=self._writer.timeout, verify=context
+            trust_env=False,
+            follow_redirects=False,
+            timeout=openai.Timeout(self._writer.timeout, connect=min(_CONNECT_SECONDS, self._writer.timeout)),
+            verify=ssl.create_default_context(cafile=authorities) if authorities else True,
         )
         with _without_variables("OPENAI_"):
             # A server without a key ignores the header; openai refuses to start without one.
@@ -112,21 +116,23 @@ class _Dialect:
         is_proven: whether it has answered a request with a schema at this level.
         limit: its name for the most tokens of an answer.
         omitted: parameters that it does not know.
+        has_system: whether its model takes system messages; otherwise their texts begin those of the user.
     """
 
     def __init__(self) -> None:
+        self.has_system = True
         self.level, self.has_answered, self.is_proven, self.limit = 0, False, False, "max_tokens"
         self.omitted: set[str] = set()
 
     def body(self, request: Request, model: str, level: int) -> dict[str, Any]:
         """The body of a request."""
+        # Lone surrogates, which some files have, are no UTF-8.
+        messages = [(message.role, message.content.encode("utf-8", "replace").decode()) for message in request.messages]
+        if not self.has_system:
+            messages = [("user", "\n\n".join(content for _, content in messages))]
         body: dict[str, Any] = {
             "model": model,
-            "messages": [
-                # Lone surrogates, which some files have, are no UTF-8.
-                {"role": message.role, "content": message.content.encode("utf-8", "replace").decode()}
-                for message in request.messages
-            ],
+            "messages": [{"role": role, "content": content} for role, content in messages],
             self.limit: request.max_new_tokens,
             "temperature": request.temperature,
             "seed": request.seed,
@@ -140,12 +146,17 @@ class _Dialect:
 
     def is_outdated(self, body: Mapping[str, Any], level: int) -> bool:
         """Whether requests are others meanwhile."""
-        return level < self.level or bool(self.omitted & body.keys()) or self.limit not in body
+        has_system = any(message["role"] == "system" for message in body["messages"])
+        is_other = bool(self.omitted & body.keys()) or self.limit not in body or (has_system and not self.has_system)
+        return level < self.level or is_other
 
     def adapt(self, message: str) -> bool:
-        """Whether the server names a parameter that it does not know; it is left out from now on."""
+        """Whether the server names something that it does not know; it is left out from now on."""
         if self.limit == "max_tokens" and "max_completion_tokens" in message:
             self.limit = "max_completion_tokens"  # as OpenAI's models that reason
+            return True
+        if self.has_system and "system role" in message.lower():  # of chat templates, such as Gemma's
+            self.has_system = False
             return True
         unknown = {name for name in ("temperature", "seed") if name in message} - self.omitted
         self.omitted |= unknown
@@ -232,13 +243,14 @@ class _Conversation:
             self._answer(attempt, response.http_response.content, level)
         except openai.APIStatusError as error:
             return self._refusal(attempt, error, body, level)
-        except (openai.APITimeoutError, TimeoutError):
+        except (openai.APIConnectionError, TimeoutError) as error:
+            if _is_unreachable(error):
+                self._work.end(attempt, 0)
+                return "unreachable", self._sentence(_cause(error)), 0.0
             self._work.end(attempt, attempt.tokens)
-            return "failed", f"no answer within {self._option}.timeout={self._writer.timeout:g} seconds", 0.0
-        except openai.APIConnectionError as error:
-            self._work.end(attempt, attempt.tokens)
-            is_connected = not _is_unreachable(error)
-            return "failed" if is_connected else "unreachable", self._sentence(_cause(error)), 0.0
+            if isinstance(error, TimeoutError | openai.APITimeoutError):
+                return "failed", f"no answer within {self._option}.timeout={self._writer.timeout:g} seconds", 0.0
+            return "failed", self._sentence(_cause(error)), 0.0
         except (_Malformed, openai.OpenAIError) as error:
             self._work.end(attempt, attempt.tokens)
             return "failed", self._sentence(str(error)), 0.0
@@ -444,4 +456,4 @@ def _cause(error: BaseException) -> str:
 def _is_unreachable(error: BaseException) -> bool:
     """Whether no connection was made, so that the request is not the reason."""
     cause = error.__cause__
-    return cause is not None and type(cause).__name__ in ("ConnectError", "ProxyError", "UnsupportedProtocol")
+    return cause is not None and type(cause).__name__ in ("ConnectError", "ConnectTimeout")

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from embedtrain.config.code import is_own_code
 from embedtrain.data.chunks import FurtherCosts
-from embedtrain.data.images.item import MARK
+from embedtrain.data.images.item import MARK, described, has_chunks
 from embedtrain.data.rows import Prompt
 from embedtrain.data.types import (
     IS_QUERY,
@@ -34,7 +34,7 @@ from embedtrain.data.types import (
     TextRole,
     Tokens,
 )
-from embedtrain.errors import ModelError
+from embedtrain.errors import ConfigError, ModelError
 
 # The copy must agree with the tokenizer on these texts before it is used.
 _PROBES = [
@@ -85,9 +85,14 @@ class FastTokenizer:
     def ids(self, texts: list[str], max_length: int) -> list[list[int]]:
         """The ids of each text, including special tokens, at most `max_length`; may be empty.
 
-        A ModelError for a picture, which no tokenizer reads.
+        A ModelError for a picture or a document in chunks, which no tokenizer reads.
         """
-        if any(MARK in text for text in texts):
+        if (marked := next((text for text in texts if MARK in text), None)) is not None:
+            if has_chunks(marked):
+                raise ModelError(
+                    f"a document is in chunks ({described(marked)[:60]!r}), and the model reads whole texts: set "
+                    "model.chunking.late=true for a model of model.kind=dense, or write texts"
+                )
             raise ModelError("an item has a picture, and the model reads texts alone")
         try:
             copy = self._copy
@@ -172,6 +177,7 @@ class Layout:
     Attributes:
         roles_differ: whether the cached tokens of a query differ from those of the same document.
         caches_flags: whether the first tokens of a cached text may be flagged NOT_POOLED.
+        flags_tokens: whether each cached token has flags of its own, such as those of pictures.
         has_token_rows: whether the encoder returns a row for each token but those flagged NO_VECTOR.
         has_row_ids: whether texts are compared by the ids of these tokens as well.
         second_type: the token type of tokens flagged SECOND_SEGMENT; 0: the model has no token types.
@@ -193,6 +199,7 @@ class Layout:
     """
 
     roles_differ: ClassVar[bool] = False
+    flags_tokens: ClassVar[bool] = False
     has_token_rows: ClassVar[bool] = False
     has_row_ids: ClassVar[bool] = False
     has_skip_list: ClassVar[bool] = False
@@ -410,6 +417,17 @@ class Layout:
         int64 [N, 2]; only pairs are cut into windows.
         """
         return np.ones((len(items), 2), dtype=np.int64)
+
+    def chunk_windows(self, chunks: Sequence[str], limit: int, prompt: str = "", *, overlap: int = 0) -> list[range]:
+        """The chunks of a document of which items of at most `limit` tokens consist, each read in one forward pass.
+
+        Each begins with the last `overlap` chunks of the one before. Raises a ConfigError if the model reads whole
+        texts alone.
+        """
+        raise ConfigError(
+            "the model reads whole texts, and chunks are for a model of kind=dense with late chunking: set "
+            "chunking.late=true, or train one with model.chunking.late=true"
+        )
 
     def alone(self) -> "Layout":
         """The layout of the same texts without what the encoder adds to them, of any length."""

@@ -34,8 +34,11 @@ class Pair(NamedTuple):
 
 
 # Flags of a token; 0 is a token that is pooled, attended to and has a vector, of a document or its first segment.
-# PICTURE is no token: a number of the slot in which a picture stands until a chunk is made.
-NOT_POOLED, NO_VECTOR, SECOND_SEGMENT, IS_QUERY, NOT_ATTENDED, PICTURE = (np.uint8(1 << bit) for bit in range(6))
+# PICTURE is no token: a number of the slot in which a picture stands until a chunk is made. STARTS_CHUNK is the first
+# token of a chunk of a document, but for the first chunk; ANSWERS is the first of one that answers the row's query.
+NOT_POOLED, NO_VECTOR, SECOND_SEGMENT, IS_QUERY, NOT_ATTENDED, PICTURE, STARTS_CHUNK, ANSWERS = (
+    np.uint8(1 << bit) for bit in range(8)
+)
 SLOT = 4  # numbers of a picture among the ids: both halves of its key, width, height
 
 
@@ -77,7 +80,8 @@ class Tokens:
 
     Attributes:
         ids: int32 [T].
-        flags: uint8 [T], of each token NOT_POOLED, NO_VECTOR, SECOND_SEGMENT, IS_QUERY, NOT_ATTENDED and PICTURE.
+        flags: uint8 [T], of each token NOT_POOLED, NO_VECTOR, SECOND_SEGMENT, IS_QUERY, NOT_ATTENDED, PICTURE,
+            STARTS_CHUNK and ANSWERS.
         lengths: int64 [N], tokens of each text; a picture counts SLOT.
     """
 
@@ -178,6 +182,47 @@ class BatchTokens(Protocol):
         ...
 
 
+class ComparedTexts(Protocol):
+    """The texts that a loss compares: all B queries, then all documents, row by row, a row's positive first."""
+
+    @property
+    def num_documents(self) -> NDArray[np.int64]:
+        """[B], of each row."""
+        ...
+
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        """[T], equal exactly where two texts are equal, the same in every process."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InputTexts:
+    """The `ComparedTexts` of inputs that hold several each, such as the chunks of a document.
+
+    Attributes:
+        order: int64 [T], the number of each text, in the order in which the encoder returns them, input by input.
+        counts: int64 [n], texts of each input, at least one.
+    """
+
+    num_documents: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    order: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """The input of each text: int64 [T]."""
+        owners = np.empty_like(self.order)
+        owners[self.order] = np.repeat(np.arange(len(self.counts)), self.counts)
+        return owners
+
+    def of_inputs(self, inputs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The texts that the encoder returns of these inputs, in order."""
+        starts = np.cumsum(self.counts) - self.counts
+        return gather_ranges(self.order, starts[inputs], self.counts[inputs])
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderInputs:
     """What the encoder computes of a global batch: texts, or pairs of texts; `Layout.inputs` makes it.
@@ -187,10 +232,12 @@ class EncoderInputs:
         rows: int64 [n], the row of each input.
         lengths: int64 [n], tokens of each input.
         costs: int64 [n], those that the encoder computes, at least 1.
-        sizes: of each part of the embeddings, int64 [n], the rows that the encoder returns of each input; None: one.
+        sizes: of each part of the embeddings, int64 [n], the rows that the encoder returns of each input; None: one, or
+            one of each of its `texts`.
         tokens: the tokens of inputs of one tower, int64 [m], which `TextTokenizer.make_chunk` takes.
         towers: int64 [n], the tower that encodes each input; None: there is one.
         further: what inputs cost besides tokens; None: nothing.
+        texts: of inputs that hold several texts; None: an input is one text, or a pair.
     """
 
     num_queries: int
@@ -201,6 +248,20 @@ class EncoderInputs:
     tokens: Callable[[NDArray[np.int64]], Tokens]
     towers: NDArray[np.int64] | None = None
     further: FurtherCosts | None = None
+    texts: InputTexts | None = None
+
+    def compared(self, tokens: BatchTokens) -> ComparedTexts:
+        """The texts that a loss compares, of a batch with these tokens."""
+        return tokens if self.texts is None else self.texts
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """The input of each encoded text: int64."""
+        return np.arange(len(self.lengths)) if self.texts is None else self.texts.owners
+
+    def texts_of(self, inputs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers of the texts that the encoder returns of these inputs, in order."""
+        return inputs if self.texts is None else self.texts.of_inputs(inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,9 +461,10 @@ class Chunk:
         packing: offsets of packed texts; None: the texts are padded.
         has_padding: whether the mask has a 0, known without reading it from a device.
         types: the same shape, the token types of pairs; None: all are 0.
-        token_rows: int64 [R], the tokens that have a vector, as flat indices in ids, text by text; None: a text has
-            one vector.
-        sizes: int64 [N], vectors of each text, with `token_rows`.
+        token_rows: int64 [R], the tokens that have a vector, or with `segments` are pooled, as flat indices in ids,
+            text by text; None: a text has one vector, or all tokens of a packed chunk are pooled.
+        sizes: int64 [N], vectors of each text; None: one.
+        segments: offsets, among the tokens of `token_rows`, of what is pooled to a vector each; None: each text is.
         row_ids: int64 [R], the ids of these tokens, if texts are compared by them; see `Part`.
         query_words: texts that are not encoded; then only the others are in ids, and `rows` are those of all. None:
             there are none.
@@ -425,6 +487,7 @@ class Chunk:
         "query_words",
         "row_ids",
         "rows",
+        "segments",
         "sizes",
         "token_rows",
         "tower",
@@ -443,6 +506,7 @@ class Chunk:
         types: Tensor | None = None,
         token_rows: Tensor | None = None,
         sizes: NDArray[np.int64] | None = None,
+        segments: Packing | None = None,
         row_ids: Tensor | None = None,
         query_words: QueryWords | None = None,
         tower: int = 0,
@@ -453,6 +517,7 @@ class Chunk:
         self.ids, self.mask, self.rows, self.pooled = ids, mask, rows, pooled
         self.packing, self.has_padding, self.types = packing, has_padding, types
         self.token_rows, self.sizes, self.row_ids, self.query_words = token_rows, sizes, row_ids, query_words
+        self.segments = segments
         self.tower, self.decoded, self.grids, self.pictures = tower, decoded or {}, grids, pictures
 
     @classmethod
@@ -482,6 +547,7 @@ class Chunk:
             packing=None if self.packing is None else self.packing.map_tensors(change),
             types=changed(self.types),
             token_rows=changed(self.token_rows),
+            segments=None if self.segments is None else self.segments.map_tensors(change),
             row_ids=changed(self.row_ids),
             query_words=None if self.query_words is None else self.query_words.map_tensors(change),
             decoded={name: change(tensor) for name, tensor in self.decoded.items()},

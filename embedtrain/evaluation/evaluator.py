@@ -29,6 +29,7 @@ from embedtrain.evaluation.tasks import (
     measure_sts,
 )
 from embedtrain.evaluation.types import (
+    CHUNKS,
     Bitext,
     ClassificationSet,
     ClusteringSet,
@@ -339,4 +340,5 @@ def _measure_scores(context: EncoderContext | ScorerContext) -> dict[str, float]
 
 def _named_at(loaded: LoadedSet, variant: Variant) -> LoadedSet:
     """The set with the name that its row has, which is also that of its files."""
-    return replace(loaded, data=replace(loaded.data, name=name_at(loaded.data.name, variant)))
+    data = loaded.data.of_chunks if variant == CHUNKS and isinstance(loaded.data, RetrievalSet) else loaded.data
+    return replace(loaded, data=replace(data, name=name_at(data.name, variant)))

@@ -7,16 +7,19 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from sentence_transformers.util import quantize_embeddings
 from sentence_transformers.util.similarity import SimilarityFunction
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from embedtrain.data.images.files import PICTURES, header_of
-from embedtrain.data.images.item import Picture, join_parts
+from embedtrain.data.images.item import Picture, join_chunks, join_parts
 from embedtrain.data.in_memory import png_bytes
 from embedtrain.data.sources.values import shorten
 from embedtrain.data.types import TextRole
@@ -112,6 +115,42 @@ class SentenceTransformersAdapter:
     ) -> Any:
         """`encode` of documents, with their prompt as the default."""
         return self.encode(inputs, prompt_name or (None if prompt is not None else "document"), prompt, **options)
+
+    def encode_chunks(
+        self,
+        documents: Sequence[Sequence[str]],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        *,
+        overlap: int = 0,
+    ) -> list[NDArray[np.float32]]:
+        """The vectors of the chunks of each document, [chunks, D], each from a forward pass of the whole document.
+
+        A document that is longer than the model allows is read in windows of as many whole chunks as fit. Each begins
+        with the last `overlap` chunks of the one before, whose vectors are those of that one. The prompt is that of
+        documents by default, before the first chunk of a window. A collective.
+
+        Raises ConfigError if the model has no late chunking, or a document no chunk.
+        """
+        prompt = self._prompt(prompt, prompt_name or (None if prompt is not None else "document"))
+        tokenizer = self.encoder.tokenizer
+        limit, items, new, firsts = tokenizer.limit(TextRole.document), list[str](), list[int](), list[int]()
+        for number, chunks in enumerate(documents):
+            if isinstance(chunks, str) or not chunks:
+                raise ConfigError(
+                    f"encode_chunks: document {number} of {len(documents):,} must be a list of its chunks, at least one"
+                )
+            done = 0
+            firsts.append(len(items))
+            for window in tokenizer.layout.chunk_windows(self._items(list(chunks)), limit, prompt, overlap=overlap):
+                items.append(join_chunks([chunks[chunk] for chunk in window]))
+                new.append(window.stop - done)
+                done = window.stop
+        part = self.encoder.encode(items, prompt, role=TextRole.document, label="encoding documents")
+        assert part.sizes is not None
+        values, ends = part.values.cpu().numpy(), np.cumsum(part.sizes)
+        windows = [values[end - count : end] for end, count in zip(ends, new, strict=True)]
+        return [np.concatenate(windows[start:end]) for start, end in pairwise([*firsts, len(windows)])]
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """Scores of all pairs, such as cosines of [n, D] and [m, D], to [n, m]."""

@@ -21,8 +21,10 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig, VectorFormat
+from embedtrain.data.images.item import chunks_of
 from embedtrain.data.types import TextRole
 from embedtrain.distributed.world import World
+from embedtrain.errors import DataError
 from embedtrain.evaluation.metrics import (
     PAIR_CLASSIFICATION_METRICS,
     UNCUT_DEPTH,
@@ -33,6 +35,7 @@ from embedtrain.evaluation.metrics import (
     sts_metrics,
 )
 from embedtrain.evaluation.types import (
+    CHUNKS,
     RUN_TAG,
     Bitext,
     CompressedVectors,
@@ -43,7 +46,7 @@ from embedtrain.evaluation.types import (
     ScoredPairs,
     Variant,
 )
-from embedtrain.inference.encode import EncodedShard, SentenceEncoder
+from embedtrain.inference.encode import SEVERAL_VECTORS, EncodedShard, SentenceEncoder
 from embedtrain.inference.index import Ranking, ShardedIndex, first_added_order, trec_order
 from embedtrain.inference.pair_scorer import PairScorer, Selected
 from embedtrain.inference.vector_cache import VectorCache
@@ -134,8 +137,9 @@ class EncoderContext(EvaluationContext):
         collective.
         """
         role = TextRole.query if self.score.is_symmetric else TextRole.document
-        part = self._encode(texts, "texts", role)
-        assert part.sizes is None, "sets that need one vector per text are rejected for other models"
+        part = self._encode(texts, "texts", role).one_row_each()
+        if part is None:
+            raise DataError(f"{self.loaded.data.name}: {SEVERAL_VECTORS}")
         return part.values
 
     def encode_pairs(self, first: Sequence[str], second: Sequence[str], *, swapped: bool = False) -> tuple[Part, Part]:
@@ -213,6 +217,9 @@ class EncoderContext(EvaluationContext):
             index = ShardedIndex(trec_order(ids), self.world, self.index, self.encoder.score)
             self.encoded.documents = index
             index.add_texts(self.encoder, texts, prompt, max_length=max_length, vector_cache=self.vector_cache)
+        if self.variant == CHUNKS:
+            sizes = np.array([len(chunks_of(text)[0]) for text in texts], dtype=np.int64)
+            return index.of_rows(trec_order(ids), self.score, sizes)
         if isinstance(self.variant, str):
             return index.viewed(self.variant)
         return index.truncated(self.variant) if isinstance(self.variant, int) else index

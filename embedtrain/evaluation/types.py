@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from embedtrain.config.evaluation import Classifier, SetKind, VectorFormat, VectorPrecision, stored_bytes
 from embedtrain.config.kinds import Kind
+from embedtrain.data.images.item import chunks_of
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.metrics import (
     BINARY_CLASSIFICATION_METRICS,
@@ -59,11 +60,28 @@ class RetrievalSet:
     candidates: Mapping[str, Sequence[int]] | None = None
     first_stage: str | None = None  # whose ranking the candidates are, best first (`bm25`, `run`); None: in no order
     ignore_identical_ids: bool = False  # whether a document with the query's own id is never retrieved
+    # The gains of chunks of documents, by the ids of `of_chunks`; the gain of a document is then that of its best one.
+    chunk_judgements: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def judged_queries(self) -> list[str]:
         """Ids of the queries with judgements, in the order of the file."""
         return [query for query in self.queries if query in self.judgements]
+
+    @property
+    def of_chunks(self) -> "RetrievalSet":
+        """The set whose documents are the chunks, with their `chunk_id`; texts are those of whole documents."""
+        ids = [
+            chunk_id(name, number)
+            for name, text in zip(self.documents.ids, self.documents.texts, strict=True)
+            for number in range(len(chunks_of(text)[0]))
+        ]
+        return replace(self, documents=Corpus(ids, self.documents.texts), judgements=self.chunk_judgements)
+
+
+def chunk_id(document: str, number: int) -> str:
+    """The id of a chunk, by its number from 0."""
+    return f"{document}#{number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +160,8 @@ class LoadedSet:
 # What is measured of a set: the first dimensions of its vectors, a view of their score, or a form of the vectors; None:
 # the vectors as they are.
 Variant = int | str | VectorFormat | None
+# The view of a score that compares queries with chunks of documents, of sets that judge these.
+CHUNKS = "chunks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +193,10 @@ class CompressedVectors:
 
 
 def has_variant(loaded: LoadedSet, variant: Variant) -> bool:
-    """Whether a set is measured in this form; compressed vectors are for searches of all documents."""
+    """Whether a set is measured in this form; compressed vectors and chunks are for searches of all documents."""
     is_search = isinstance(loaded.data, RetrievalSet) and loaded.data.candidates is None
+    if variant == CHUNKS:
+        return is_search and isinstance(loaded.data, RetrievalSet) and bool(loaded.data.chunk_judgements)
     return is_search or not isinstance(variant, VectorFormat)
 
 

@@ -24,7 +24,7 @@ from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.device import return_freed_memory
 from embedtrain.distributed.sharding import reshard, unsharded_weights
 from embedtrain.distributed.world import World
-from embedtrain.errors import TrainingError
+from embedtrain.errors import DataError, TrainingError
 from embedtrain.inference.encoding_plan import EncodingPlan, PromptedTexts, plan_encoding
 from embedtrain.inference.loading.load import LoadedModel
 from embedtrain.inference.store import HostCopy
@@ -37,6 +37,9 @@ from embedtrain.losses.score import Score
 # passes of a block, and the vectors of the previous one are checked, and cached on disk.
 CHUNKS_PER_BLOCK = 16
 
+SEVERAL_VECTORS = (
+    "a document in chunks has a vector of each, and one vector of each text is needed here: write whole texts"
+)
 # Called with a description of the work, the number of items done, and their total.
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -160,9 +163,13 @@ class SentenceEncoder:
             self.progress = before
 
     def encode_all(self, texts: Sequence[str] | Sequence[Pair], prompt: str = "", **options: Any) -> Tensor:
-        """`encode` with a model that gives each text one vector: float32 [n, D]."""
-        vectors = self.encode(texts, prompt, **options)
-        assert vectors.sizes is None, "a model with several vectors per text uses `encode`"
+        """`encode` with a model that gives each text one vector: float32 [n, D].
+
+        Raises DataError for a document in chunks, which has several.
+        """
+        vectors = self.encode(texts, prompt, **options).one_row_each()
+        if vectors is None:
+            raise DataError(SEVERAL_VECTORS)
         return vectors.values
 
     def encode(

@@ -21,12 +21,13 @@ import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig, VectorPlacement
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError
+from embedtrain.errors import ConfigError, DataError
 from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.exact import NO_DOCUMENT, full_precision, pack_keys, top_keys, unpack_keys
 from embedtrain.inference.store import DocumentStore, GrowingTensor, dtype_of
@@ -34,6 +35,7 @@ from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.inference.vectors import Cosine
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.score import Score
+from embedtrain.utils.formatting import format_count
 
 # Queries that are compared with a tile before the next tile is copied to the device.
 QUERIES_PER_SCAN = 8192
@@ -116,6 +118,28 @@ class ShardedIndex:
         index = ShardedIndex(self.priorities, self.world, config, score)
         for shard in self.shards():
             index.add(EncodedShard(shard.part.with_values(transform(shard.part.values)), shard.rows))
+        return index
+
+    def of_rows(self, priorities: Tensor, score: Score, sizes: NDArray[np.int64]) -> "ShardedIndex":
+        """An index whose documents are the vectors of these documents, one each, which `score` compares.
+
+        `sizes`, int64 [N], are the vectors that each document has. They are not on the disk. A collective.
+
+        Raises DataError on every rank if a document has fewer: it was cut.
+        """
+        index = ShardedIndex(priorities, self.world, replace(self.config, place=VectorPlacement.auto), score)
+        firsts, cut = torch.from_numpy(np.cumsum(sizes) - sizes), 0
+        for shard in self.shards():
+            assert shard.part.sizes is not None
+            of_texts = torch.from_numpy(shard.part.sizes)
+            cut += int((shard.part.sizes < sizes[shard.rows.numpy()]).sum())
+            before = (firsts[shard.rows] - of_texts.cumsum(0) + of_texts).repeat_interleave(of_texts)
+            index.add(EncodedShard(Part(shard.part.values), before + torch.arange(len(before))))
+        if cut := sum(self.world.gather(cut)):
+            raise DataError(
+                f"{format_count(cut, 'document')} of {len(sizes):,} are longer than the model reads, and lack the "
+                "vectors of their last chunks: raise max_length, or split them"
+            )
         return index
 
     def shards(self) -> Iterator[EncodedShard]:

@@ -50,6 +50,10 @@ class Part:
         sizes = to_device(self.sizes, values.device)
         return values.repeat_interleave(sizes, output_size=len(self.values))
 
+    def one_row_each(self) -> "Part | None":
+        """The same texts if each has one row, which needs no sizes; None if a text has several."""
+        return Part(self.values, None, self.ids) if self.sizes is None or (self.sizes == 1).all() else None
+
     def with_values(self, values: Tensor) -> "Part":
         """Other values of the same texts, such as their gradient."""
         return Part(values, self.sizes, self.ids)

@@ -123,8 +123,12 @@ class PooledHead(Head):
         self.modules = {"dense": self.dense} | ({} if own is None else {POOLING_MODULE: own})
 
     def __call__(self, hidden: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
-        """The vectors of texts, [N, D]."""
-        return (self.vectors(hidden if chunk.packing is None else hidden[0], PooledTokens.of(chunk)),)
+        """The vectors of texts, [N, D], or of the segments of a chunk."""
+        if chunk.segments is None:
+            return (self.vectors(hidden if chunk.packing is None else hidden[0], PooledTokens.of(chunk)),)
+        tokens = hidden.flatten(0, 1)
+        tokens = tokens if chunk.token_rows is None else tokens[chunk.token_rows]
+        return (self.vectors(tokens, PooledTokens(None, chunk.segments)),)
 
     def vectors(self, hidden: Tensor, tokens: PooledTokens) -> Tensor:
         """Pooling, heads and normalisation of hidden states [N, L, H] or [T, H]: [N, D]."""

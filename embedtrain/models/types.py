@@ -62,6 +62,8 @@ class VectorSettings:
     normalize: bool = True
     similarity: VectorSimilarity = VectorSimilarity.cosine
     truncate_dim: int | None = None  # dimensions of a vector that are used, the first of all; None: all
+    late_chunking: bool = False  # whether documents in chunks have a vector of each
+    chunk_negatives: bool = True  # whether all chunks of a document have one in training
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,12 @@ class ModelSource:
             )
 
     def require_inner_products(self, option: str) -> None:
-        """Raise a ConfigError if the vectors are compared by a distance, as compressed ones are not."""
+        """Raise a ConfigError if vectors are compared as compressed ones are not: by a distance, or chunk by chunk."""
+        if self.vectors.late_chunking:
+            raise ConfigError(
+                f"{option}: compressed vectors are one of each text, and the model has one of each chunk of a document "
+                "(chunking.late); leave it out"
+            )
         if self.vectors.similarity in (VectorSimilarity.euclidean, VectorSimilarity.manhattan):
             raise ConfigError(
                 f"{option}: compressed vectors are compared by inner products, and the model compares vectors by their "

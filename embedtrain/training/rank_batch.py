@@ -15,7 +15,7 @@ from torch import Tensor
 from embedtrain.data.chunks import ChunkPlan, plan_towers
 from embedtrain.data.rows import Example, TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import BatchTokens, Chunk, EncoderInputs, GlobalBatch
+from embedtrain.data.types import Chunk, ComparedTexts, EncoderInputs, GlobalBatch
 from embedtrain.distributed.collectives import exchange_rows
 from embedtrain.losses.encoded import row_indices
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss, Origin, RowSources, Sizes
@@ -220,7 +220,8 @@ def make_rank_batch(
     inputs = tokenizer.inputs(tokens)
     chunks, exchanges, plan = _encode_plan(inputs, rank, size, tokenizer, chunk_options)
     rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides or stored_guides else None
-    global_rows = _global_rows(tokens, inputs, rank, size)
+    compared = inputs.compared(tokens)
+    global_rows = _global_rows(compared, inputs, rank, size)
     row_sources = None if batch.row_sources is None else RowSources.of(batch.row_sources, rank, size)
     has_ids = batch.has_ids
     if has_ids is None:
@@ -228,7 +229,7 @@ def make_rank_batch(
     batch_info = _make_batch_info(
         rows,
         global_rows,
-        has_ids=has_ids,
+        has_ids=has_ids and len(compared.keys) == len(tokens.keys),  # an id is that of a whole document
         step=batch.step,
         source=batch.source or 0,
         teacher_dimension=teacher_dimension,
@@ -246,23 +247,23 @@ def make_rank_batch(
             plan.max_tokens_per_chunk(inputs.costs, packed=tokenizer.packed)
         ),
         num_passes=plan.num_chunks,
-        max_documents=int(tokens.num_documents.max(initial=0)),
+        max_documents=int(compared.num_documents.max(initial=0)),
         exchanges=exchanges,
         guides={path: tokenize(rows or ()) for path, tokenize in (guides or {}).items()},
     )
 
 
-def _global_rows(tokens: BatchTokens, inputs: EncoderInputs, rank: int, size: int) -> GlobalRows:
-    """What the tokens say about the rows of all ranks, those of rank 0 first."""
+def _global_rows(texts: ComparedTexts, inputs: EncoderInputs, rank: int, size: int) -> GlobalRows:
+    """What the texts say about the rows of all ranks, those of rank 0 first."""
     # Row r is on rank r % size, as in `GlobalBatch.rows_of_rank`.
-    num_rows, ranks = len(tokens.num_documents), np.arange(len(tokens.num_documents)) % size
-    queries, documents = (np.argsort(part, kind="stable") for part in (ranks, np.repeat(ranks, tokens.num_documents)))
+    num_rows, ranks = len(texts.num_documents), np.arange(len(texts.num_documents)) % size
+    queries, documents = (np.argsort(part, kind="stable") for part in (ranks, np.repeat(ranks, texts.num_documents)))
     return GlobalRows(
         rank=rank,
         num_rows=[len(range(other, num_rows, size)) for other in range(size)],
-        num_documents=tokens.num_documents[queries].astype(np.int64),
-        query_keys=tokens.keys[:num_rows][queries],
-        document_keys=tokens.keys[num_rows:][documents],
+        num_documents=texts.num_documents[queries].astype(np.int64),
+        query_keys=texts.keys[:num_rows][queries],
+        document_keys=texts.keys[num_rows:][documents],
         sizes=tuple(
             Sizes()
             if sizes is None
@@ -361,7 +362,9 @@ def _encode_plan(
         else:
             continue
         chunks.append(tokenizer.layout.with_further(chunk) if has_further else chunk)
+    owners, texts = inputs.owners, inputs.texts_of(encoded)
     exchanges = tuple(
-        plan_exchange(plan.encoder_rank, inputs.rows % size, rank, size, encoded, sizes) for sizes in inputs.sizes
+        plan_exchange(plan.encoder_rank[owners], inputs.rows[owners] % size, rank, size, texts, sizes)
+        for sizes in inputs.sizes
     )
     return chunks, exchanges, plan

@@ -72,7 +72,8 @@ class RunReporter:
         length: RunLength,
     ) -> None:
         self._run, self._encoder, self._tracker, self._state, self._length = run, encoder, tracker, state, length
-        self._has_sample = run.recipe.tracking.report and load_kind(run.recipe.model.kind).has_one_vector
+        has_one_vector = load_kind(run.recipe.model.kind).has_one_vector and not encoder.score.kind
+        self._has_sample = run.recipe.tracking.report and has_one_vector
         self._starts_at_zero = state.step == 0
         self._has_warned = False
         self._clock = SessionClock()

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
+from embedtrain.data.images.item import chunks_of
 from embedtrain.data.rows import Example
 from embedtrain.data.sources.parts import SourcePart
 from embedtrain.data.sources.values import BadRow
@@ -73,8 +74,9 @@ class RowCheck:
         With `positive_above`, its positives are the documents with higher scores.
 
         Raises:
-            BadRow: it lacks a positive or a negative, a score is out of range, all scores are equal and the loss ranks
-                documents, or a vector has another dimension than those before.
+            BadRow: it lacks a positive, a negative, or the number of the chunk that answers the query; a score is out
+                of range, all scores are equal and the loss ranks documents, or a vector has another dimension than
+                those before.
         """
         if self._needs.scores == ScoreRequirement.pairs and not texts.positives.scores:
             positives = replace(texts.positives, scores=(1.0,) * len(texts.positives))
@@ -88,6 +90,13 @@ class RowCheck:
             raise BadRow(
                 f"loss={self._needs.loss} needs a hard negative in every row, and this one has none{dropped}{hint}"
             )
+        for document in texts.positives.texts:
+            chunks, answers = chunks_of(document)
+            if len(chunks) > 1 and not answers:
+                raise BadRow(
+                    f"a positive has {len(chunks)} chunks, and the row does not say which one answers the query: write "
+                    '{"chunks": [...], "chunk": 2} with its number, from 0'
+                )
         all_scores = (*texts.positives.scores, *texts.negatives.scores)
         for score in all_scores:
             if score not in self._needs.range:

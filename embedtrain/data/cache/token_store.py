@@ -47,7 +47,7 @@ FLAGS = "flags.bin"
 
 def flag_files(layout: Layout) -> list[str]:
     """The file of the flags of a layout's cached tokens; none if they have none."""
-    return [FLAGS] if layout.reads_pictures else [UNPOOLED] if layout.caches_flags else []
+    return [FLAGS] if layout.flags_tokens else [UNPOOLED] if layout.caches_flags else []
 
 
 def parts_of_rows(rows: ArrowRows) -> list[range]:
@@ -73,8 +73,8 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_f
     """Tokenise the texts of some batches of rows, and write them as a folder.
 
     It has `values.bin`, the concatenated tokens; `lengths.bin`, int32 [T]; `keys.bin`, int64 [T]; and, if the layout
-    caches flags, `unpooled.bin`, int32 [T], how many of the first tokens of each text are not pooled, or if it reads
-    pictures, `flags.bin`, uint8 of each token.
+    caches flags, `unpooled.bin`, int32 [T], how many of the first tokens of each text are not pooled, or if it flags
+    tokens, `flags.bin`, uint8 of each token.
     """
     path.mkdir()
     distinct = _DistinctTexts(tokenizer, value_type(tokenizer))
@@ -281,7 +281,7 @@ class TokenStore:
         values: the tokens of all texts, uint16 or int32.
         unpooled: int32 [T], how many of the first tokens of each text are not pooled; None: all are pooled, or `flags`
             say it.
-        flags: uint8, of each token; None without pictures.
+        flags: uint8, of each token; None without pictures and chunks.
     """
 
     offsets: NDArray[np.int64]

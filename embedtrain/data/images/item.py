@@ -1,4 +1,4 @@
-"""Items: texts in which pictures stand as references.
+"""Items: texts in which pictures stand as references, and documents in chunks.
 
 A reference has the content's key and the picture's size, never a path: equal pictures are equal texts wherever their
 files are, the length of an item is known without opening a file, and a text that only looks like a reference can name
@@ -6,12 +6,15 @@ nothing but a picture that this process has read. `PICTURES` in `files.py` knows
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # A noncharacter, which Unicode reserves for use within a program. Texts that are read do not have it, see `plain`.
 MARK = "\ufdd0"
 _REFERENCE = re.compile(f"{MARK}([0-9a-f]{{16}}) ([1-9][0-9]{{0,9}})x([1-9][0-9]{{0,9}}){MARK}")
+# Before each chunk of a document in chunks; the second is that of a chunk that answers the query of the row.
+_CHUNK, _ANSWER = f"{MARK}chunk{MARK}", f"{MARK}answer{MARK}"
+_ANY_CHUNK = re.compile(f"({_CHUNK}|{_ANSWER})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,34 @@ def join_parts(parts: Iterable[str | Picture]) -> str:
     return "".join(plain(part) if isinstance(part, str) else str(part) for part in parts)
 
 
+def join_chunks(chunks: Sequence[str], answers: Sequence[int] = ()) -> str:
+    """The item of a document in chunks, of which `answers` have the numbers of those that answer a query."""
+    return "".join((_ANSWER if i in answers else _CHUNK) + plain(chunk) for i, chunk in enumerate(chunks))
+
+
+def has_chunks(item: str) -> bool:
+    """Whether an item is a document in chunks."""
+    return MARK in item and _ANY_CHUNK.search(item) is not None
+
+
+def chunks_of(item: str) -> tuple[list[str], list[int]]:
+    """The chunks of an item, and the numbers of those that answer a query; what is before the first belongs to it.
+
+    A text that is not in chunks is one.
+    """
+    if MARK not in item:
+        return [item], []
+    before, *parts = _ANY_CHUNK.split(item)
+    if not parts:
+        return [before], []
+    chunks = parts[1::2]
+    return [before + chunks[0], *chunks[1:]], [i for i, mark in enumerate(parts[::2]) if mark == _ANSWER]
+
+
 def described(item: str) -> str:
-    """An item for messages, `[picture 640x480]` for a picture."""
+    """An item for messages, `[picture 640x480]` for a picture and ` | ` between chunks."""
+    if has_chunks(item):
+        return " | ".join(chunks_of(item)[0])
     parts = item_parts(item)
     return "".join(f"[picture {part.width}x{part.height}]" if isinstance(part, Picture) else part for part in parts)
 

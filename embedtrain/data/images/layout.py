@@ -26,6 +26,7 @@ class PictureLayout(Layout):
     """
 
     reads_pictures: ClassVar[bool] = True
+    flags_tokens: ClassVar[bool] = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, processing_digest: str, **options: Any) -> None:
         super().__init__(tokenizer, **options)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from embedtrain.data.images.item import MARK, Picture, has_pictures, item_parts, plain
+from embedtrain.data.images.item import MARK, Picture, chunks_of, described, has_chunks, has_pictures, item_parts, plain
 from embedtrain.data.sources.files import is_url, local_path
 from embedtrain.data.sources.parts import PartKind, SourcePart
 from embedtrain.data.sources.values import (
@@ -421,6 +421,8 @@ def shown_item(item: str) -> str:
     """An item for people: `[picture 640x480 photos/cat.jpg]` for a picture."""
     if MARK not in item:
         return item
+    if has_chunks(item):
+        return described(item)
     return "".join(_shown_picture(part) if isinstance(part, Picture) else plain(part) for part in item_parts(item))
 
 
@@ -444,8 +446,12 @@ def written_item(item: str, folder: Path) -> Any:
 
     A text is itself. Else an object `{"text", "image"}`, or with several pictures `{"text", "images"}`, or with a text
     before a picture `{"content": [parts]}`. A picture is named relative to `folder`: it is there, or a link to its file
-    is made in `folder/images`, or the file itself where it has been a part of another file. Callable on any rank.
+    is made in `folder/images`, or the file itself where it has been a part of another file. Callable on any rank. A
+    document in chunks is `{"chunks", "chunk"}`.
     """
+    if has_chunks(item):
+        chunks, answers = chunks_of(item)
+        return {"chunks": chunks} | ({"chunk": answers[0] if len(answers) == 1 else answers} if answers else {})
     if not has_pictures(item):
         return item
     parts = [part if isinstance(part, str) else {"image": _written_picture(part, folder)} for part in item_parts(item)]

@@ -47,7 +47,7 @@ class Document:
 
 
 def parse_document(row: dict[str, Any], *, id_required: bool = True, group_column: str | None = None) -> Document:
-    """The document of a row with an id, a text and perhaps a title. Raises BadRow if it lacks one."""
+    """The document of a row with an id, a text or `chunks`, and perhaps a title. Raises BadRow if it lacks one."""
     group = ""
     if group_column is not None:
         if group_column not in row:
@@ -60,6 +60,8 @@ def parse_document(row: dict[str, Any], *, id_required: bool = True, group_colum
     name = "" if id_key is None else values.identifier(row[id_key], f'"{id_key}"')
     if not name and id_required:
         raise BadRow(f'"{id_key}" is empty, and a document needs an id')
+    if values.is_chunked(row):
+        return Document(name, "", values.text_of(row, "the document"), "", group)
     text_key = next((key for key in values.TEXT_KEYS if key in row), None)
     text_key = text_key or next((key for key in row if normalized(key) in values.TEXT_KEYS), None)
     title_key = next((key for key in row if key.lower() == "title"), "title")

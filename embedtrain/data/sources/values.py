@@ -14,7 +14,7 @@ from typing import TypeGuard, TypeVar
 
 import numpy as np
 
-from embedtrain.data.images.item import described
+from embedtrain.data.images.item import described, join_chunks
 from embedtrain.utils.formatting import format_count
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ def string(value: object, name: str) -> str:
     if isinstance(value, str):  # most values
         pass
     elif isinstance(value, dict):
-        value = text_of(value, name)
+        return text_of(value, name)
     elif isinstance(value, list) and value and isinstance(value[0], dict) and "type" in value[0]:
         return content_item(value, name)
     elif isinstance(value, PictureValue):
@@ -245,7 +245,7 @@ def holds_text(value: object) -> bool:
     if isinstance(value, dict):
         value = objects_in(value)
         value = value[0] if isinstance(value, list) and value else value
-    if isinstance(value, dict) and "role" not in value and any(_pictures_of_object(value)):
+    if isinstance(value, dict) and "role" not in value and (is_chunked(value) or any(_pictures_of_object(value))):
         return True
     if isinstance(value, PictureValue):
         return not value.is_url
@@ -263,7 +263,12 @@ def without_text(value: dict[str, object]) -> str:
 
 
 def text_of(value: dict[str, object], name: str) -> str:
-    """The title and the text of an object, joined as Tevatron and BEIR do, after its pictures."""
+    """The title and the text of an object, joined as Tevatron and BEIR do, after its pictures.
+
+    Of `{"chunks", "chunk"}`, the item of a document in chunks, whose first one begins with the title.
+    """
+    if "role" not in value and is_chunked(value):
+        return _chunked(value, name)
     key = None if "role" in value else _text_key(value)
     pictures = [] if "role" in value else list(_pictures_of_object(value))
     for other in ("image", "images"):
@@ -279,6 +284,30 @@ def text_of(value: dict[str, object], name: str) -> str:
         return content_item(value[key], name)
     title, text = (optional_string(value.get(part), f'"{part}" of {name}') for part in ("title", key))
     return (text if key == "title" else f"{title} {text}").strip()
+
+
+def is_chunked(value: dict[str, object]) -> bool:
+    """Whether an object is a document in chunks."""
+    return isinstance(value.get("chunks"), list)
+
+
+def _chunked(value: dict[str, object], name: str) -> str:
+    """The document of an object with `chunks`, and in `chunk` the number, or numbers, of those that answer."""
+    chunks = text_list(value["chunks"], f'"chunks" of {name}')
+    if not chunks:
+        raise BadRow(f'"chunks" of {name} is an empty list')
+    title = optional_string(value.get("title"), f'"title" of {name}')
+    chunks[0] = f"{title} {chunks[0]}" if title else chunks[0]
+    numbers = value.get("chunk")
+    answers = list[int]()
+    for number in [] if numbers is None else numbers if isinstance(numbers, list) else [numbers]:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(chunks):
+            raise BadRow(
+                f'"chunk" of {name} must be the number of one of its {len(chunks)} chunks, from 0 to '
+                f"{len(chunks) - 1}, not {describe_value(number)}"
+            )
+        answers.append(number)
+    return join_chunks(chunks, answers)
 
 
 def content_item(value: object, name: str) -> str:

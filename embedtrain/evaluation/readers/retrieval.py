@@ -14,6 +14,7 @@ from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache, build, cache_directory
 from embedtrain.data.cache.document_store import MappedCorpus, documents_build
+from embedtrain.data.images.item import chunks_of
 from embedtrain.data.rows import Example
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import QUERY_NAMES, find_column, normalized
@@ -38,7 +39,7 @@ from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
 from embedtrain.evaluation.first_stage import with_candidates
 from embedtrain.evaluation.readers.rows import Row, first_row, read_raw_rows, read_rows, table_name
-from embedtrain.evaluation.types import Corpus, RetrievalSet
+from embedtrain.evaluation.types import Corpus, RetrievalSet, chunk_id
 from embedtrain.utils.formatting import format_count
 
 # Every process holds a smaller corpus in memory; a larger one is mapped from the cache.
@@ -303,6 +304,7 @@ def assemble(
             raise DataError(
                 f"{location}: document {document} is judged {int(score)} for query {query}, before {before}"
             )
+    judgements, of_chunks = _split_chunks(judgements, documents)
     judged = {document for gains in judgements.values() for document in gains}
     # One pass over the ids, of which there may be millions, without a table of them.
     known_documents = {document for document in documents.ids if document in judged}
@@ -323,7 +325,39 @@ def assemble(
     if not any(gain > 0 for gains in judgements.values() for gain in gains.values()):
         raise DataError(f"{sources[2]}: no judgement is above 0, so nothing is relevant")
     notes = _notes(name, judgements, known_documents, unknown_queries, sources)
-    return RetrievalSet(name, queries, documents, judgements), notes
+    return RetrievalSet(name, queries, documents, judgements, chunk_judgements=of_chunks), notes
+
+
+def _split_chunks(
+    judgements: dict[str, dict[str, int]], documents: Corpus
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+    """The judgements of documents, and those of chunks, whose ids are `chunk_id`: a document has that of its best one.
+
+    Without judgements of chunks, the second is empty.
+    """
+    named = {document for gains in judgements.values() for document in gains if "#" in document}
+    if not named:
+        return judgements, {}
+    parents = {name.rpartition("#")[0] for name in named}
+    known = {name for name in documents.ids if name in named}
+    chunks = {
+        chunk_id(name, number)
+        for name, text in zip(documents.ids, documents.texts, strict=True)
+        if name in parents
+        for number in range(len(chunks_of(text)[0]))
+    } & (named - known)
+    if not chunks:
+        return judgements, {}
+    of_documents: dict[str, dict[str, int]] = {}
+    for query, gains in judgements.items():
+        best = of_documents.setdefault(query, {})
+        for name, gain in gains.items():
+            document = name.rpartition("#")[0] if name in chunks else name
+            best[document] = max(gain, best.get(document, gain))
+    of_chunks = {
+        query: {name: gain for name, gain in gains.items() if name in chunks} for query, gains in judgements.items()
+    }
+    return of_documents, {query: gains for query, gains in of_chunks.items() if gains}
 
 
 def _notes(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from embedtrain.config.recipe import ADAPTER, Pooling
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.kinds import BackboneKind
-from embedtrain.kinds.dense.options import DenseOptions, check_dense
+from embedtrain.kinds.dense.options import DenseOptions, check_chunked_losses, check_dense
 
 if TYPE_CHECKING:
     from torch import Size, Tensor
@@ -34,6 +34,7 @@ class Dense(BackboneKind):
     options: ClassVar[type[Any]] = DenseOptions
     new_part = "heads"
     command_options: ClassVar[tuple[str, ...]] = ("pooling", "normalize", "similarity")
+    views = ("chunks",)
     has_tables = True
     has_vision = True
 
@@ -50,10 +51,14 @@ class Dense(BackboneKind):
         pooling = "mean of the tokens' rows" if is_static(source.config) else f"{written(vectors.pooling)} pooling"
         is_cosine = vectors.similarity is VectorSimilarity.cosine
         similarity = "" if is_cosine else f", compared by {vectors.similarity.value}"
+        if vectors.late_chunking:
+            pooling += " of each chunk"
         return f"{pictures}{pooling}{heads}{', normalised' if vectors.normalize else ''}{similarity}"
 
     def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
-        """How pictures are read, and what stands around items."""
+        """How pictures are read, and what stands around items; whether documents are in chunks."""
+        if source.vectors.late_chunking:
+            return {"late chunking": True}
         if not _reads_pictures(source):
             return super().compared_settings(source)
         vision = source.settings
@@ -74,9 +79,11 @@ class Dense(BackboneKind):
         return [note] if missing else []
 
     def identity(self, source: "ModelSource") -> dict[str, Any]:
-        """How pictures are read, and by which library."""
+        """How pictures are read, and by which library; whether documents are in chunks."""
         from embedtrain.data.images.files import image_identity
 
+        if source.vectors.late_chunking:
+            return {"late_chunking": True}
         if not _reads_pictures(source):
             return {}
         vision = source.settings
@@ -98,7 +105,12 @@ class Dense(BackboneKind):
             return vision_layout(source, tokenizer)
         if is_static(source.config):
             return StaticLayout(tokenizer)
-        return Layout(tokenizer, include_prompt=source.vectors.include_prompt)
+        vectors = source.vectors
+        if vectors.late_chunking:
+            from embedtrain.kinds.dense.model import ChunkedLayout
+
+            return ChunkedLayout(tokenizer, include_prompt=vectors.include_prompt, negatives=vectors.chunk_negatives)
+        return Layout(tokenizer, include_prompt=vectors.include_prompt)
 
     def check_options(self, model: DenseOptions) -> None:
         """Values and combinations."""
@@ -117,6 +129,11 @@ class Dense(BackboneKind):
                 "PEFT's adapter format cannot hold the heads behind the pooling; leave adapter out of export.formats "
                 "(the merged model has them)",
             )
+
+    def check_recipe(self, recipe: "Recipe", source: "ModelSource") -> None:
+        """A directory may say that documents are in chunks, which the recipe's own checks do not see."""
+        if source.vectors.late_chunking:
+            check_chunked_losses(recipe)
 
     def recognise(self, directory: Path) -> str | None:
         """Any directory that is not of another kind."""
@@ -139,9 +156,13 @@ class Dense(BackboneKind):
         return with_options(source, model)
 
     def score(self, source: "ModelSource") -> "Score":
-        """The similarity of two vectors."""
+        """The similarity of two vectors, or of a query and the best chunk of a document."""
         from embedtrain.inference.vectors import vector_score
 
+        if source.vectors.late_chunking:
+            from embedtrain.kinds.dense.model import BestChunk
+
+            return BestChunk(source.vectors.similarity)
         return vector_score(source.vectors.similarity)
 
     def head(self, source: "ModelSource") -> "Head":

@@ -40,6 +40,7 @@ from embedtrain.formats.static_embedding import STATIC_EMBEDDING, is_static, wri
 from embedtrain.formats.transformers import open_checked, resolve_max_length, tokenize_padded
 from embedtrain.formats.verify import PROBES, probes_of_sentence_transformer
 from embedtrain.kinds.dense.model import VisionLayout
+from embedtrain.kinds.dense.options import CHUNKING_FILE
 from embedtrain.kinds.dense.vision import (
     encode_pictures,
     encode_with_class,
@@ -123,6 +124,8 @@ class DenseFiles(ModelFiles):
             types[""] = TRANSFORMER_MODULE  # versions before 6 read no pictures
         write_modules(directory, types)
         write_settings(directory, source)
+        if source.vectors.late_chunking:
+            write_json(directory / CHUNKING_FILE, {"late": True})
 
     def usage(self, name: str, prompts: Mapping[str, str], architecture: Path) -> list[str]:
         """sentence-transformers, and the prompts for other software; embedtrain for a pooling of the user."""
@@ -279,6 +282,8 @@ class DenseFiles(ModelFiles):
         """Without the tokens of the prompt (`include_prompt=false`) vectors would need a mask that no client passes."""
         if reads_pictures(source):
             return {}
+        if source.vectors.late_chunking:  # the tokens of each chunk are pooled
+            return {HIDDEN: "length"}
         has_vectors = source.vectors.include_prompt or not any(source.prompts.values())
         return {HIDDEN: "length", VECTORS: None} if has_vectors else {HIDDEN: "length"}
 

@@ -1,6 +1,11 @@
-"""The layouts of static embedding models and of vision-language models; that of others is `data.tokens.Layout`."""
+"""The layouts of static embedding models, of documents in chunks, and of vision-language models.
 
-from collections.abc import Callable, Sequence
+That of other models is `data.tokens.Layout`.
+
+N: texts; C: chunks of documents.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -11,14 +16,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from embedtrain.config.evaluation import IndexConfig
+from embedtrain.config.losses import VECTOR_TEMPERATURE_BOUNDS, VectorSimilarity
 from embedtrain.data.images.files import PICTURES, BadPicture, decode_picture
-from embedtrain.data.images.item import Picture, item_parts
+from embedtrain.data.images.item import Picture, chunks_of, item_parts
 from embedtrain.data.images.layout import BLANK, PictureLayout
 from embedtrain.data.images.processing import FixedSize, ImageProcessing, NaFlex, QwenPatches, Tiles
 from embedtrain.data.tokens import UNLIMITED, FastTokenizer, Layout
-from embedtrain.data.types import SLOT, BatchTokens, Chunk, EncoderInputs, TextRole, Tokens
+from embedtrain.data.types import (
+    ANSWERS,
+    NO_VECTOR,
+    NOT_POOLED,
+    SLOT,
+    STARTS_CHUNK,
+    BatchTokens,
+    Chunk,
+    EncoderInputs,
+    InputTexts,
+    Packing,
+    TextRole,
+    Tokens,
+)
 from embedtrain.errors import DataError
 from embedtrain.formats.chat_template import ItemTemplate, Piece
+from embedtrain.inference.vectors import require_no_fp16, vector_score
+from embedtrain.kinds.late_interaction.score import MaxSim, TokenVectorStore
+from embedtrain.losses.encoded import Part
+from embedtrain.losses.score import SENTENCE_EMBEDDING, Score
 from embedtrain.models.vision_language import VisionFamily
 
 
@@ -48,6 +72,271 @@ class StaticLayout(Layout):
     def identity(self) -> tuple[Any, ...]:
         """What determines the tokens of a text besides the tokenizer and lengths."""
         return (~self.nothing, "no special tokens")
+
+
+Indices = NDArray[np.int64]
+
+
+class ChunkedLayout(Layout):
+    """Texts, and documents in chunks, which are encoded in one forward pass and have a vector of each chunk.
+
+    Günther et al., "Late Chunking: Contextual Chunk Embeddings Using Long-Context Embedding Models" (2024). A chunk
+    ends as a text ends, with the special tokens that the tokenizer writes after a text; the first begins as a text
+    begins. So a document of one chunk is the text.
+
+    A document that is longer than the model allows keeps as many whole chunks as fit, around one that answers the
+    query, else from the beginning; only a chunk that is alone is cut.
+
+    In training, the positive of a row is one of its document's chunks. The others are documents of the row as well, and
+    so hard negatives; with `negatives=False` they are context, and have no vectors.
+    """
+
+    flags_tokens: ClassVar[bool] = True
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, include_prompt: bool = True, negatives: bool = True
+    ) -> None:
+        super().__init__(tokenizer, include_prompt=include_prompt)
+        self.negatives = negatives
+        self._words = FastTokenizer(tokenizer, special_tokens=False)
+        own, ids = self._words.ids(["a"], UNLIMITED)[0], self.fast.ids(["a"], UNLIMITED)[0]
+        start = next((n for n in range(len(ids)) if ids[n : n + len(own)] == own), 0)
+        self.before, self.after = ids[:start], ids[start + len(own) :]
+
+    def tokenize(
+        self,
+        texts: Sequence[str],
+        limit: int,
+        prompts: str | Sequence[str] = "",
+        role: TextRole = TextRole.document,
+    ) -> Tokens:
+        """The tokens of texts and of documents in chunks, whose chunks are flagged."""
+        of_texts = [prompts] * len(texts) if isinstance(prompts, str) else list(prompts)
+        documents = [chunks_of(text) for text in texts]
+        whole = super().tokenize(
+            ["".join(chunks) if len(chunks) == 1 else "" for chunks, _ in documents], limit, of_texts, role
+        )
+        if all(len(chunks) == 1 for chunks, _ in documents):
+            return whole
+        # The chunks of all documents become tokens together.
+        split = [chunks for chunks, _ in documents if len(chunks) > 1]
+        ids = iter(self._words.ids([chunk for chunks in split for chunk in chunks], UNLIMITED))
+        counts = {"": 0} if self.include_prompt else self._prompt_lengths(of_texts, limit)
+        parts = list[Tokens]()
+        for number, ((chunks, answers), prompt) in enumerate(zip(documents, of_texts, strict=True)):
+            if len(chunks) == 1:
+                parts.append(whole.take([number]))
+                continue
+            document = self._document([next(ids) for _ in chunks], chunks, answers, limit, prompt)
+            if not self.include_prompt and counts[prompt]:
+                first = int(np.flatnonzero(np.append(document.flags, STARTS_CHUNK) & STARTS_CHUNK)[0])
+                document.flags[: min(counts[prompt], first - 1)] |= NOT_POOLED
+            parts.append(document)
+        return Tokens.concatenated(parts)
+
+    def _document(
+        self, ids: list[list[int]], chunks: Sequence[str], answers: Sequence[int], limit: int, prompt: str
+    ) -> Tokens:
+        """The tokens of one document; its first chunk begins with the prompt."""
+        room, chosen = limit - len(self.before), answers[0] if answers else 0
+        lengths = [len(chunk) + len(self.after) for chunk in ids]
+        kept = window(lengths, chosen, room)
+        if kept.start and prompt:  # with which the first chunk begins, that is left out
+            kept = window(lengths, chosen, room - len(self._words.ids([prompt], UNLIMITED)[0]) - 1)
+            if kept.start:
+                ids[kept.start] = self._words.ids([prompt + chunks[kept.start]], UNLIMITED)[0]
+        numbers, flags = list[int](), list[int]()
+        for number in kept:
+            start = [] if numbers else self.before
+            room = limit - len(numbers) - len(start) - len(self.after)
+            own = [*start, *ids[number][: max(room, 0)], *self.after] or [self.nothing]
+            flag = (int(STARTS_CHUNK) if numbers else 0) | (int(ANSWERS) if number in answers else 0)
+            numbers += own
+            flags += [flag, *[0] * (len(own) - 1)]
+        return Tokens(
+            np.array(numbers, dtype=np.int32), np.array(flags, dtype=np.uint8), np.array([len(numbers)], dtype=np.int64)
+        )
+
+    def chunk_windows(self, chunks: Sequence[str], limit: int, prompt: str = "", *, overlap: int = 0) -> list[range]:
+        """As many chunks as fit, from the first on; a chunk that does not fit is alone, and cut."""
+        own = self._words.ids([prompt + chunks[0], *chunks[1:]], UNLIMITED)
+        ends = np.cumsum([0, *(len(chunk) + len(self.after) for chunk in own)])
+        of_prompt = len(self._words.ids([prompt], UNLIMITED)[0]) + 1 if prompt else 0
+
+        def end_of(start: int) -> int:
+            room = limit - len(self.before) - (of_prompt if start else 0)
+            return max(start + 1, int(np.searchsorted(ends, ends[start] + room, side="right")) - 1)
+
+        windows = [range(end_of(0))]
+        while (end := windows[-1].stop) < len(chunks):
+            # Fewer chunks are repeated where the next one does not fit beside them.
+            first = max(windows[-1].start + 1, end - overlap)
+            start = next(start for start in range(first, end + 1) if start == end or end_of(start) > end)
+            windows.append(range(start, end_of(start)))
+        return windows
+
+    def num_vectors(self, tokens: Tokens) -> Indices:
+        """Chunks of each text that have a vector."""
+        chunks = _Chunks(tokens)
+        return np.bincount(chunks.texts[chunks.have_vectors], minlength=len(tokens))
+
+    def inputs(self, tokens: BatchTokens, max_length: int) -> EncoderInputs:
+        """What the encoder computes of a batch: each query and each document, whose chunks a loss compares."""
+        inputs = super().inputs(tokens, max_length)
+        laid_out = inputs.tokens(np.arange(len(inputs.lengths)))
+        chunks, num_rows = _Chunks(laid_out), inputs.num_queries
+        firsts = num_rows + np.cumsum(tokens.num_documents) - tokens.num_documents  # of rows that have documents
+        of_positive = np.isin(chunks.texts, firsts)
+        is_positive = of_positive & chunks.first_of(chunks.answer | chunks.alone)
+        # Further chunks that answer the query are neither its positive nor a negative of any query.
+        also_answers = of_positive & chunks.answer & ~is_positive
+        is_context = np.isin(chunks.texts, chunks.texts[chunks.answer]) & ~chunks.answer
+        used = ~also_answers & (self.negatives | ~is_context)
+        laid_out.flags[np.repeat(~used, chunks.lengths)] |= NO_VECTOR
+        texts, positives = chunks.texts[used], is_positive[used]
+        in_order = np.lexsort((~positives, texts))
+        order = np.empty_like(in_order)
+        order[in_order] = np.arange(len(in_order))
+        counts = np.bincount(texts, minlength=len(laid_out))
+        keys = chunks.keys(len(self.before), len(self.after))[used][in_order]
+        keys[:num_rows] = tokens.keys[:num_rows]
+        num_documents = np.add.reduceat(np.append(counts[num_rows:], 0), firsts - num_rows) if num_rows else counts[:0]
+        compared = InputTexts(np.where(tokens.num_documents > 0, num_documents, 0), keys, order, counts)
+        return replace(inputs, tokens=laid_out.take, texts=compared)
+
+    def chunk(self, tokens: Tokens, rows: Sequence[int], *, packed: bool) -> Chunk:
+        """N texts as one chunk, with the tokens that are pooled to the vector of each of their chunks."""
+        chunk = super().chunk(tokens, rows, packed=packed)
+        chunks = _Chunks(tokens)
+        pooled = tokens.flags & (NOT_POOLED | NO_VECTOR) == 0
+        numbers = np.repeat(np.arange(len(chunks.lengths)), chunks.lengths)[pooled]
+        lengths = np.bincount(numbers, minlength=len(chunks.lengths))[chunks.have_vectors]
+        chunk.segments, chunk.pooled = Packing.of(lengths, lengths), None
+        chunk.sizes = np.bincount(chunks.texts[chunks.have_vectors], minlength=len(tokens))
+        if not packed or not pooled.all():
+            width = chunk.ids.shape[1]
+            starts = np.cumsum(tokens.lengths) - tokens.lengths
+            first = starts if packed else np.arange(len(tokens)) * width
+            indices = np.arange(len(tokens.ids)) + np.repeat(first - starts, tokens.lengths)
+            chunk.token_rows = torch.from_numpy(indices[pooled])
+        return chunk
+
+    def alone(self) -> Layout:
+        """The layout of whole texts."""
+        return Layout(self.tokenizer, include_prompt=self.include_prompt)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What determines the tokens of a text besides the tokenizer and lengths."""
+        return (*super().identity, "chunks")
+
+
+class BestChunk(MaxSim):
+    """The similarity of a query and the chunk of a document that is closest to it. A query is one chunk.
+
+    Losses compare chunks, each with one vector.
+    """
+
+    temperature_bounds = VECTOR_TEMPERATURE_BOUNDS
+    kind = "dense"
+    is_symmetric = True
+    one_vector = True
+    named_by_loss = True
+    pools_tokens = False
+
+    def __init__(self, similarity: VectorSimilarity) -> None:
+        super().__init__(mean=False)
+        self.name, self._similarity = similarity.value, similarity
+        self._is_cosine = similarity is VectorSimilarity.cosine
+
+    @property
+    def views(self) -> Mapping[str, Score]:
+        """Chunks alone."""
+        return {"chunks": vector_score(self._similarity)}
+
+    def search_rows(self, values: Tensor, dimension: int | None = None) -> Tensor:
+        """The vectors of chunks, or their first dimensions; of length 1 for the cosine."""
+        return super().search_rows(values, dimension) if self._is_cosine else values[:, :dimension].float()
+
+    def outputs(self, part: Part) -> dict[str, Part]:
+        """The vectors of texts, or of the chunks of each document."""
+        return {SENTENCE_EMBEDDING: part.one_row_each() or part}
+
+    def store(self, config: IndexConfig, device: torch.device, expected: int) -> TokenVectorStore:
+        """A store of the vectors of chunks."""
+        if not self._is_cosine:
+            require_no_fp16(config, self.name)
+        return super().store(config, device, expected)
+
+
+def window(lengths: Sequence[int], chosen: int, room: int) -> range:
+    """The chunks that are kept of a document with chunks of these lengths: `chosen`, and as many beside it as fit.
+
+    They are added on both sides in turn, until neither neighbour fits.
+    """
+    first, end, total = chosen, chosen + 1, lengths[chosen]
+    while True:
+        before = first > 0 and total + lengths[first - 1] <= room
+        if before:
+            first -= 1
+            total += lengths[first]
+        after = end < len(lengths) and total + lengths[end] <= room
+        if after:
+            total += lengths[end]
+            end += 1
+        if not before and not after:
+            return range(first, end)
+
+
+class _Chunks:
+    """The C chunks of N texts, in order.
+
+    Attributes:
+        texts: int64 [C], the text of each.
+        starts, lengths: int64 [C], the first token of each among all, and how many it has.
+        answer: bool [C], whether it answers the query of its row.
+        alone: bool [C], whether its text has no other.
+        have_vectors: bool [C].
+    """
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._ids = tokens.ids
+        begins = tokens.flags & STARTS_CHUNK != 0
+        firsts = np.cumsum(tokens.lengths) - tokens.lengths
+        begins[firsts] = True
+        self.starts = np.flatnonzero(begins)
+        self.texts = np.searchsorted(firsts, self.starts, side="right") - 1
+        self.lengths = np.diff(np.append(self.starts, len(tokens.ids)))
+        self.answer = tokens.flags[self.starts] & ANSWERS != 0
+        self.alone = np.bincount(self.texts, minlength=len(tokens))[self.texts] == 1
+        self.have_vectors = tokens.flags[self.starts] & NO_VECTOR == 0
+
+    def first_of(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The first chosen chunk of each text that has one: bool [C]."""
+        numbers = np.flatnonzero(chosen)
+        first = np.zeros(len(chosen), dtype=np.bool_)
+        first[numbers[np.unique(self.texts[numbers], return_index=True)[1]]] = True
+        return first
+
+    def keys(self, num_before: int, num_after: int) -> Indices:
+        """Of the tokens of each, without special tokens around: equal where these are. int64 [C], not negative."""
+        positions = np.arange(len(self._ids)) - np.repeat(self.starts, self.lengths)
+        is_first = np.append(True, np.diff(self.texts) != 0) if len(self.texts) else np.zeros(0, np.bool_)
+        skipped, ends = np.where(is_first, num_before, 0), self.lengths - num_after
+        position = positions - np.repeat(skipped, self.lengths)
+        counted = (position >= 0) & (positions < np.repeat(ends, self.lengths))
+        mixed = _mixed(self._ids.astype(np.uint64) << np.uint64(32) | (position + 1).astype(np.uint32))
+        sums = np.add.reduceat(np.where(counted, mixed, np.uint64(0)), self.starts)
+        return (_mixed(sums) >> np.uint64(1)).astype(np.int64)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64 (Steele et al., 2014): a permutation of 64-bit numbers that looks random."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = values ^ values >> np.uint64(31)
+    return mixed
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,19 @@ from dataclasses import dataclass, field
 
 from embedtrain.config.code import code_option, is_code_path
 from embedtrain.config.kind_settings import HeadConfig
+from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import VectorSimilarity
 from embedtrain.config.names import explain_no_name
 from embedtrain.config.options import option
-from embedtrain.config.recipe import POOLINGS, ModelConfig, Pooling
+from embedtrain.config.recipe import POOLINGS, ModelConfig, Pooling, Recipe
+from embedtrain.config.row_requirements import ScoreRequirement
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
 # Options that vision-language models do not have.
 _UNSUPPORTED = ("bidirectional", "rope_theta", "rope_scaling", "include_prompt")
+# In a model directory whose documents are encoded in chunks: {"late": true}.
+CHUNKING_FILE = "chunking.json"
 
 
 @dataclass(kw_only=True)
@@ -23,6 +27,17 @@ class ImageOptions:
     # pixels of a picture, which the image processor of Qwen-VL makes larger or smaller; default: those of the directory
     min_pixels: int | None = option(None, at_least=1)
     max_pixels: int | None = option(None, at_least=1)
+
+
+@dataclass(kw_only=True)
+class ChunkingOptions:
+    """Documents in chunks."""
+
+    # Late chunking: encode a document in one forward pass, and pool each of its chunks to a vector of its own, which
+    # knows the rest of the document. Default: that of the directory, else false.
+    late: bool | None = None
+    # The other chunks of a document are negatives, of its own query and of the others; false: they are context alone.
+    negatives: bool = True
 
 
 @dataclass(kw_only=True)
@@ -42,6 +57,7 @@ class DenseOptions(ModelConfig):
     append_eos: bool | None = None  # end every text with the end-of-text token; default: true with pooling `last`
     include_prompt: bool | None = None  # include the prompt in mean pooling; default: that of the directory, else true
     image: ImageOptions = field(default_factory=ImageOptions)  # of a vision-language model
+    chunking: ChunkingOptions = field(default_factory=ChunkingOptions)
     # What a vision-language model reads around an item, with {item} once, and {prompt} before it. Default: what the
     # chat template of the directory writes, with the prompt as a system message; without a template {prompt}{item}.
     item_template: str | None = None
@@ -62,6 +78,19 @@ def check_dense(model: DenseOptions) -> None:
             )
     for index, head in enumerate(model.heads):
         OptionChecks(head, f"model.heads[{index}].").at_least(1, "out")
+
+
+def check_chunked_losses(recipe: Recipe) -> None:
+    """Raise a ConfigError for a loss of whole documents, where those of the rows are compared chunk by chunk."""
+    for loss in (recipe.loss, *(source.loss for source in recipe.data.train if source.loss is not None)):
+        needs = loss.row_requirements
+        is_of_documents = needs.scores is not ScoreRequirement.none or needs.vectors or needs.same_num_documents
+        if is_of_documents or guide_paths(loss):
+            raise ConfigError(
+                f"loss={loss.name}: compares whole documents by scores, vectors or a guide, or the same number of each "
+                "row, and with model.chunking.late=true each chunk of a document is one; write loss=infonce without "
+                "guide"
+            )
 
 
 def check_vision(model: DenseOptions, *, is_vision: bool) -> None:

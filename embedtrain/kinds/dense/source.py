@@ -12,9 +12,10 @@ from embedtrain.errors import ConfigError
 from embedtrain.formats.sentence_transformers import SETTINGS, Module, read_similarity, read_truncate_dim
 from embedtrain.formats.source import read_files, source_of
 from embedtrain.formats.static_embedding import is_static
-from embedtrain.kinds.dense.options import DenseOptions, include_prompt_error
-from embedtrain.kinds.dense.vision import read_vision
+from embedtrain.kinds.dense.options import CHUNKING_FILE, DenseOptions, include_prompt_error
+from embedtrain.kinds.dense.vision import read_vision, reads_pictures
 from embedtrain.models.attention_direction import require_pooling
+from embedtrain.models.file_references import read_json
 from embedtrain.models.heads import dense_heads
 from embedtrain.models.pooling import pooling_of
 from embedtrain.models.types import ModelSource
@@ -39,6 +40,9 @@ def read(kind: Kind, directory: Path, model: DenseOptions, route: Sequence[Modul
         require_pooling_option(model, what)
     if (vision := read_vision(files, model)) is not None:
         source = replace(source, settings=vision)
+    if (directory / CHUNKING_FILE).is_file():
+        late = read_json(directory / CHUNKING_FILE).get("late") is True
+        source = replace(source, vectors=replace(source.vectors, late_chunking=late))
     return with_options(source, model)
 
 
@@ -74,8 +78,31 @@ def with_options(source: ModelSource, model: DenseOptions) -> ModelSource:
         dense=dense_heads(stored.dense, source.config, model.heads),
         normalize=stored.normalize if model.normalize is None else model.normalize,
         similarity=model.similarity or stored.similarity,
+        late_chunking=stored.late_chunking if model.chunking.late is None else model.chunking.late,
+        chunk_negatives=model.chunking.negatives,
     )
+    if vectors.late_chunking:
+        _require_chunks(replace(source, vectors=vectors))
     return replace(source, vectors=vectors, tokenization=replace(source.tokenization, append_eos=model.append_eos))
+
+
+def _require_chunks(source: ModelSource) -> None:
+    """A ConfigError for a model whose vectors are not those of any tokens of a longer text."""
+    option, vectors = model_option("chunking.late"), source.vectors
+    if is_static(source.config):
+        raise ConfigError(f"{option}=true: a static embedding model reads each word alone; leave it out")
+    if reads_pictures(source):
+        raise ConfigError(f"{option}=true: is for models of texts, and {source.config.model_type} reads pictures")
+    if vectors.pooling is Pooling.cls:
+        raise ConfigError(
+            f"{option}=true: with pooling=cls a vector is that of a text's first token, which a chunk does not have; "
+            "write pooling=mean or last"
+        )
+    if vectors.similarity not in (VectorSimilarity.cosine, VectorSimilarity.dot):
+        raise ConfigError(
+            f"{option}=true: chunks are searched by cosine or dot, not by {vectors.similarity.value}; write similarity="
+            "cosine"
+        )
 
 
 def _require_static_options(model: DenseOptions) -> None:

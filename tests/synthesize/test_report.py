@@ -10,6 +10,7 @@ import pytest
 from embedtrain.commands.synthesize.report import SAMPLES, Written
 from embedtrain.commands.synthesize.types import Draft
 from embedtrain.distributed.world import joined_world
+from embedtrain.errors import ConfigError, DataError
 from tests.mine.runs import save_model
 from tests.synthesize.scripted import about, options_of, queries_of, read_rows, run_scripted, write_corpus
 
@@ -114,3 +115,23 @@ def test_queries_that_do_not_find_their_document_are_thrown_away(ranks, tmp_path
     assert 0 < len(rows) < 30
     assert "its document has rank" in (out / "report.html").read_text(encoding="utf-8")
     assert not list(out.glob(".*"))
+
+
+def test_a_report_of_others_is_not_replaced(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [about(number) for number in range(3)])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "report.html").write_text("mine")
+    with joined_world() as world, pytest.raises(DataError, match=r"out/report\.html exists and was not written by"):
+        run_scripted(world, options_of(corpus, tmp_path / "out"))
+    assert (tmp_path / "out" / "report.html").read_text() == "mine"
+
+
+def test_a_round_trip_writes_through_no_link(tmp_path):
+    save_model(tmp_path / "model")
+    write_corpus(tmp_path / "corpus.jsonl", [about(number) for number in range(3)])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out-1").mkdir()
+    (tmp_path / "out-1" / ".round_trip").symlink_to(tmp_path / "elsewhere")
+    with joined_world() as world, pytest.raises(ConfigError, match=r"\.round_trip is a link"):
+        command(world, tmp_path)
+    assert not list((tmp_path / "elsewhere").iterdir())

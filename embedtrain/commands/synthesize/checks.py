@@ -471,13 +471,14 @@ def document_ranks(drafts: Iterable[Draft], search: FilterOptions) -> list[int]:
     from embedtrain.config.parsing import parse_sources
     from embedtrain.distributed.world import joined_world
     from embedtrain.mining.consistency import filter_rows
-    from embedtrain.utils.files import Checksums, atomic_write, checksum_of, remove_tree
+    from embedtrain.utils.files import Checksums, atomic_write, checksum_of, remove_tree, require_no_links
 
     folder = Path(search.output_dir)
     rows, results, is_empty, ranks = folder / "drafts.jsonl", folder, True, list[int]()
     with joined_world(search.timeout) as world:
         with world.fail_together("writing queries to search for"):
             if world.is_main:
+                require_no_links(folder)
                 folder.mkdir(parents=True, exist_ok=True)
                 with atomic_write(rows) as unfinished, unfinished.open("w", encoding="utf-8", newline="\n") as file:
                     file.writelines(f"{json.dumps(_searched_row(draft), ensure_ascii=False)}\n" for draft in drafts)

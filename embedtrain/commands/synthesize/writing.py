@@ -491,10 +491,9 @@ class SynthesisFolder:
             if self.world.is_main:
                 make_folder(self.directory)
                 found = read_synthesis(self.directory)
-                if found is None and self.rows.exists():
-                    raise DataError(
-                        f"{self.rows} exists and was not written by this command: choose another output_dir"
-                    )
+                for path in (self.rows, self.directory / REPORT_FILE) if found is None else ():
+                    if path.exists():
+                        raise DataError(f"{path} exists and was not written by this command: choose another output_dir")
                 has_all = found is not None and not found["unanswered"] and self.rows.is_file()
                 is_finished = has_all and found is not None and found["identity"] == json.loads(json.dumps(identity))
         return not self.world.broadcast(is_finished)

@@ -63,7 +63,7 @@ test-browser: .venv  ## the report and the documentation in Chromium, at desktop
 	$(BIN)/python -m pytest tests/tracking/report tests/docs -m browser -rs
 
 test-engines: .venv .venv-transformers4 .venv-backends .venv-clients .venv-infinity .node-transformersjs .venv-vllm .venv-llamacpp  ## exported models in older libraries and in serving engines
-	$(BIN)/python -m pytest tests/verify -m engines -rs
+	$(BIN)/python -m pytest tests/verify tests/synthesize -m engines -rs
 
 image-test: .venv  ## build the CPU image and run the quickstart in it
 	$(BIN)/python -m pytest tests/docker -m image -rs

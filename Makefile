@@ -15,7 +15,7 @@ PRECISION ?= fp32
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-newest test-slurm test-hosts test-browser test-engines image-test docs docs-serve reference screenshots lint format bounds bench bench-gpu rivals clean .venv-newest
+.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-newest test-slurm test-hosts test-trackers test-browser test-engines image-test docs docs-serve reference screenshots lint format bounds bench bench-gpu rivals clean .venv-newest
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/embedtrain train --nproc-per-node $(RANKS) recipe=quickstart
@@ -58,6 +58,10 @@ test-slurm: .venv  ## on a SLURM cluster of two virtual nodes, which the tests s
 
 test-hosts: .venv  ## on two hosts, which are network namespaces of this machine (as root)
 	$(BIN)/python -m pytest tests/hosts -m hosts -rs
+
+test-trackers: .venv  ## MLflow and trackio with the real packages, which it installs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mlflow,trackio]'
+	$(BIN)/python -m pytest tests/tracking/test_clients.py -rs
 
 test-browser: .venv  ## the report and the documentation in Chromium, at desktop and phone width
 	$(BIN)/python -m pytest tests/tracking/report tests/docs -m browser -rs

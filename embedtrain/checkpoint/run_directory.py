@@ -22,7 +22,7 @@ from embedtrain.config.recipe import Resume
 from embedtrain.config.saved_recipe import current_recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, TrainingError
-from embedtrain.tracking.loggers import TENSORBOARD_FOLDER
+from embedtrain.tracking.clients import TENSORBOARD_FOLDER
 from embedtrain.tracking.metrics import DIRECTORY as QUERY_METRICS
 from embedtrain.tracking.metrics import METRICS_FILE
 from embedtrain.tracking.sessions import SESSIONS_FILE

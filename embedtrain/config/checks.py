@@ -58,6 +58,12 @@ from embedtrain.utils.formatting import install_command
 MAX_PROFILED_STEPS = 10
 # Of wandb.init. Others choose its server, folder or code, which a recipe does not.
 WANDB_ARGUMENTS = ("project", "entity", "group", "job_type", "name", "tags", "notes", "mode")
+# What `tracking.NAME_init` may have, and an example of it.
+_TRACKER_ARGUMENTS = {
+    "wandb": (WANDB_ARGUMENTS, "{group: temperatures, tags: [zh]}"),
+    "mlflow": (("experiment", "run_name", "tags"), "{experiment: temperatures, tags: {language: zh}}"),
+    "trackio": (("project", "name", "group", "space_id", "dataset_id"), "{project: temperatures}"),
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|TB)")
 # The types of rotary scaling, and whether transformers keeps the number of positions of the original model for each.
 ROPE_TYPES = {"yarn": True, "linear": False, "llama3": True}
@@ -424,17 +430,17 @@ def _check_tracking(recipe: Recipe) -> None:
         "wandb_artifacts",
         "uploads the model to wandb; write tracking.wandb=true as well",
     )
-    given = {} if tracking.wandb_init is None else tracking.wandb_init
-    check.require(
-        isinstance(given, dict) and given.keys() <= set(WANDB_ARGUMENTS),
-        "wandb_init",
-        f"must be a mapping of {', '.join(WANDB_ARGUMENTS)}, such as {{group: temperatures, tags: [zh]}}",
-    )
-    for name, value in given.items():
-        is_right = isinstance(value, list) if name == "tags" else isinstance(value, str)
-        if not is_right or (name == "mode" and value not in ("online", "offline")):
-            allowed = {"tags": "a list, such as [zh,small]", "mode": "online or offline"}.get(name, "a text")
-            raise ConfigError(f"tracking.wandb_init.{name}={written(value)}: must be {allowed}")
+    for tracker, (arguments, example) in _TRACKER_ARGUMENTS.items():
+        option = f"{tracker}_init"
+        given = getattr(tracking, option) or {}
+        check.require(
+            isinstance(given, dict) and given.keys() <= set(arguments),
+            option,
+            f"must be a mapping of {', '.join(arguments)}, such as {example}",
+        )
+        for name, value in given.items():
+            tags = dict if tracker == "mlflow" else list
+            _check_tracker_argument(f"tracking.{option}.{name}", name, value, tags)
     check.require(all(step >= 1 for step in tracking.profile), "profile", "must be numbers of steps, counted from 1")
     num_steps = len(set(tracking.profile))
     hint = f"has {num_steps} steps; at most {MAX_PROFILED_STEPS}, because every operator of a step is kept in memory"
@@ -444,6 +450,21 @@ def _check_tracking(recipe: Recipe) -> None:
     ranks = tracking.profile_ranks
     are_ranks = ranks is None or (bool(ranks) and min(ranks) >= 0)
     check.require(are_ranks, "profile_ranks", "must be ranks, counted from 0; null for all")
+
+
+def _check_tracker_argument(option: str, name: str, value: Any, tags: type) -> None:
+    """Raise a ConfigError for an argument of a tracker that is not a text, or not what it has to be."""
+    if name == "tags":
+        is_right, allowed = isinstance(value, tags), "a list, such as [zh,small]"
+        if tags is dict:
+            is_right = is_right and all(isinstance(text, str) for item in value.items() for text in item)
+            allowed = "a mapping of texts, such as {language: zh}"
+    elif name == "mode":
+        is_right, allowed = value in ("online", "offline"), "online or offline"
+    else:
+        is_right, allowed = isinstance(value, str), "a text"
+    if not is_right:
+        raise ConfigError(f"{option}={written(value)}: must be {allowed}")
 
 
 def _check_no_sparsity(recipe: Recipe) -> None:

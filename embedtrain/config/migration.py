@@ -127,7 +127,7 @@ def _report_to(_: str, value: str) -> str | None:
     names = value.lower().strip("[]\"'").replace(" ", "").split(",")
     if names == ["none"]:
         return Answer("leave it out: runs are logged to their output_dir only, unless tracking.wandb=true is set")
-    ours = [f"tracking.{name}=true" for name in names if name in ("wandb", "tensorboard")]
+    ours = [f"tracking.{name}=true" for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     return " ".join(ours) if len(ours) == len(names) else None
 
 
@@ -264,7 +264,11 @@ TRAINER = (
         "not needed: there are lines of text only, and `tracking.verbose=true` prints more of them",
         also="quiet silent progress_bar",
     ),
-    Row("report_to", "`tracking.wandb=true`, `tracking.tensorboard=true`", _report_to),
+    Row(
+        "report_to",
+        "`tracking.wandb=true`, `tracking.tensorboard=true`, `tracking.mlflow=true`, `tracking.trackio=true`",
+        _report_to,
+    ),
     Row("", "`tracking.wandb_init.project`", same, also="project project_name"),
     Row(
         "push_to_hub hub_model_id",

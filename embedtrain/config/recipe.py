@@ -28,6 +28,11 @@ class TrackingConfig:
     wandb_init: Any = None
     wandb_artifacts: bool = False  # upload the exported model
     tensorboard: bool = False  # write event files to `tensorboard/` in the run directory
+    mlflow: bool = False  # log to MLflow: the server of MLFLOW_TRACKING_URI
+    mlflow_init: Any = None  # a mapping: experiment (default: embedtrain), run_name (default: that of the run), tags
+    trackio: bool = False  # log to trackio
+    # A mapping of arguments of trackio.init: project (default: embedtrain), name, group, space_id, dataset_id.
+    trackio_init: Any = None
     # Print diagnostics of every logged step as well: padding, waiting, communication, similarities, all metrics of the
     # loss.
     verbose: bool = False

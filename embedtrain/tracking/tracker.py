@@ -1,9 +1,9 @@
-"""Tracks a run: prints and records its metrics on the terminal, in metrics.jsonl, wandb and TensorBoard."""
+"""Tracks a run: prints and records its metrics on the terminal, in metrics.jsonl, and in trackers."""
 
 import contextlib
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,17 +12,9 @@ import torch
 
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
+from embedtrain.tracking.clients import TrackedRun, start_clients
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.loggers import (
-    TENSORBOARD_FINISH_TIMEOUT,
-    TENSORBOARD_START_TIMEOUT,
-    AsyncLogger,
-    TensorBoardLogger,
-    WandbLogger,
-    abandon_wandb,
-    wandb_finish_timeout,
-    wandb_start_timeout,
-)
+from embedtrain.tracking.loggers import AsyncLogger
 from embedtrain.tracking.metrics import (
     METRICS_FILE,
     DatasetInfo,
@@ -47,16 +39,16 @@ class Tracker:
         world: World,
         console: Console,
         metrics: MetricsFile | None = None,
-        loggers: Sequence[AsyncLogger] = (),
-        wandb_id: str | None = None,
+        loggers: Mapping[str, AsyncLogger] | None = None,
+        ids: Mapping[str, str] | None = None,
     ) -> None:
         """Use `Tracker.open` instead."""
         self.console = console
         self._world = world
         self._metrics = metrics
-        self._loggers = loggers
-        runs = (logger.logger for logger in loggers)
-        self._wandb_id = next((run.id for run in runs if isinstance(run, WandbLogger)), wandb_id)
+        self._loggers = list((loggers or {}).values())
+        started = {name: logger.logger.id for name, logger in (loggers or {}).items() if logger.logger is not None}
+        self._ids = {**(ids or {}), **{name: id for name, id in started.items() if id is not None}}
         self._write_failed = False
 
     @classmethod
@@ -68,7 +60,7 @@ class Tracker:
         *,
         resumed_step: int | None = None,
         evaluated: bool = True,
-        wandb_id: str | None = None,
+        ids: Mapping[str, str] | None = None,
         console: Console | None = None,
     ) -> "Tracker":
         """Start tracking. Call it on every rank, after the process group is initialized.
@@ -77,7 +69,7 @@ class Tracker:
             resumed_step: the step that training resumes from; later rows of metrics.jsonl are dropped. None: training
                 starts from scratch, and rows of an earlier run are moved to `metrics.previous.jsonl`.
             evaluated: whether the evaluation of that step is done; otherwise it writes its rows again.
-            wandb_id: `wandb_id` from the checkpoint.
+            ids: `ids` from the checkpoint.
 
         Raises:
             DataError: metrics.jsonl exists but is invalid.
@@ -99,13 +91,16 @@ class Tracker:
                 evaluations.setdefault(row["step"], {})[row["set"]] = _numbers(row)
         for step, results in evaluations.items():
             console.set_previous(step, results)
-        loggers = start_loggers(recipe, world.size, run_dir, resumed_step, wandb_id, evaluations, console.warn)
-        return cls(world, console, metrics, loggers, wandb_id if recipe.tracking.wandb else None)
+        run = TrackedRun(
+            recipe=recipe, directory=run_dir, world_size=world.size, resumed_step=resumed_step, evaluations=evaluations
+        )
+        ids = {name: id for name, id in (ids or {}).items() if getattr(recipe.tracking, name, False)}
+        return cls(world, console, metrics, start_clients(run, ids, console.warn), ids)
 
     @property
-    def wandb_id(self) -> str | None:
-        """The id that continues the wandb run, for checkpoints. None without wandb, and on other ranks."""
-        return self._wandb_id
+    def ids(self) -> dict[str, str]:
+        """What continues the run in each tracker, by its option, for checkpoints. Empty on other ranks."""
+        return self._ids
 
     def training(self, total_steps: int, start_step: int = 0) -> contextlib.AbstractContextManager[None]:
         """Show progress while the block trains from `start_step` (steps done before) to `total_steps`."""
@@ -193,7 +188,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close; an exception marks the wandb run as failed."""
+        """Close; an exception marks the run as failed in trackers."""
         self.close(failed=kind is not None)
 
     def _record(self, row: Mapping[str, Any]) -> None:
@@ -208,44 +203,6 @@ class Tracker:
         if not self._write_failed:
             self.console.warn(f"{path} cannot be written, training continues without some rows: {error}")
         self._write_failed = True
-
-
-def start_loggers(
-    recipe: Recipe,
-    world_size: int,
-    run_dir: Path,
-    resumed_step: int | None,
-    wandb_id: str | None,
-    evaluations: Mapping[int, Results],
-    warn: Callable[[str], None],
-) -> list[AsyncLogger]:
-    """Start the loggers that `recipe.tracking` asks for besides the terminal and metrics.jsonl. On rank 0 only.
-
-    `evaluations` are earlier ones of the run, as step -> set -> metric -> value.
-    """
-    loggers = []
-    if recipe.tracking.wandb:
-        loggers.append(
-            AsyncLogger(
-                "wandb",
-                lambda: WandbLogger(recipe, world_size, run_dir, wandb_id, evaluations),
-                warn,
-                start_timeout=wandb_start_timeout(),
-                finish_timeout=wandb_finish_timeout(recipe),
-                abandon=abandon_wandb,
-            )
-        )
-    if recipe.tracking.tensorboard:
-        loggers.append(
-            AsyncLogger(
-                "TensorBoard",
-                lambda: TensorBoardLogger(recipe, run_dir, resumed_step),
-                warn,
-                start_timeout=TENSORBOARD_START_TIMEOUT,
-                finish_timeout=TENSORBOARD_FINISH_TIMEOUT,
-            )
-        )
-    return loggers
 
 
 def peak_memory_gib(device: torch.device) -> float:

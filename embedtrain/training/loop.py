@@ -308,7 +308,7 @@ class TrainingLoop:
                 self.run.run_dir.require_exists()
             # A checkpoint never contains what was learned from damaged rows.
             self.batches.inputs.cache.verification.wait()
-        context.state.wandb_id = context.world.broadcast(self.tracker.wandb_id)
+        context.state.tracker_ids = context.world.broadcast(self.tracker.ids)
         self.checkpointer.save(context.module, context.optimizer, as_dict(context.state))
 
     def _agree_to_stop(self) -> bool:

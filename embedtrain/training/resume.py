@@ -110,7 +110,11 @@ def _has_finished(checkpoint: Checkpoint, recipe: Recipe, total_steps: int) -> b
 def read_state(checkpoint: Checkpoint) -> TrainState:
     """The progress of the run that wrote a checkpoint; CheckpointError if the manifest does not hold it."""
     try:
-        return read_record(TrainState, checkpoint.manifest.state)
+        saved = dict(checkpoint.manifest.state)
+        if "wandb_id" in saved:  # as earlier versions wrote it
+            id = saved.pop("wandb_id")
+            saved["tracker_ids"] = {} if id is None else {"wandb": id}
+        return read_record(TrainState, saved)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path / MANIFEST} is damaged: state: {error}") from None
 

@@ -362,7 +362,7 @@ def open_tracker(run: Run, model: LoadedModel, state: TrainState, *, has_finishe
             run_dir.path,
             resumed_step=state.step or None,
             evaluated=not state.evaluation_due,
-            wandb_id=state.wandb_id,
+            ids=state.tracker_ids,
             console=run.console,
         )
 

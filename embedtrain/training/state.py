@@ -49,7 +49,7 @@ class TrainState:
     best_step: int | None = None  # its step
     not_better: int = 0  # evaluations since then
     evaluation_due: bool = False  # whether a stop interrupted the evaluation of this step, which is repeated on resume
-    wandb_id: str | None = None  # id of the wandb run to continue
+    tracker_ids: dict[str, str] = field(default_factory=dict)  # what continues the run in each tracker, by its option
     # Of the steps since the last logged one, so that the row of a run that resumes between two has all of its steps.
     means: dict[str, MetricMean] = field(default_factory=dict)
 

@@ -189,7 +189,7 @@ INPUT_OPTIONS = {
 _TEXTS = {
     # what is written, and where; what is cached
     "name", "output_dir", "cache_dir", "vectors_dir", "push_to_hub", "license", "language", "formats", "max_file_size",
-    "wandb_init",
+    "wandb_init", "mlflow_init", "trackio_init",
     # what a model is and how it pools, by name or as module:Class
     "kind", "pooling",
     # versions of inputs, and what is read of them

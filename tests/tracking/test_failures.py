@@ -235,11 +235,11 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.config.recipe import TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.cli.entry import run_command
-from embedtrain.tracking import loggers
+from embedtrain.tracking import clients
 from embedtrain.tracking.tracker import Tracker
 
 def main(_):
-    loggers.WANDB_MARGIN = 3.0
+    clients.WANDB_MARGIN = 3.0
     tracking = TrackingConfig(wandb=True, wandb_init={"mode": "offline"})
     world = World(0, 1, 0, 1, torch.device("cpu"))
     with Tracker.open(Recipe(name="t", tracking=tracking), world, Path(sys.argv[1])) as tracker:

@@ -72,7 +72,7 @@ def run(run_dir, steps, **options):
         for step in steps:
             tracker.step({"step": step, "loss": 1 / step, "lr": 1e-3, "in_batch_accuracy": 0.5})
         evaluated(tracker, steps[-1], {"ndcg@10": steps[-1] / 10})
-        return tracker.wandb_id
+        return tracker.ids.get("wandb")
 
 
 def check_only_rank_0(world, run_dir, wandb):
@@ -88,7 +88,7 @@ def check_only_rank_0(world, run_dir, wandb):
             tracker.note("done")
             tracker.warn("careful")
             tracker.close()
-        return out.getvalue(), err.getvalue(), len(fake.inits), tracker.wandb_id
+        return out.getvalue(), err.getvalue(), len(fake.inits), tracker.ids.get("wandb")
     finally:
         del sys.modules["wandb"]
 
@@ -135,8 +135,8 @@ def test_a_resumed_run_has_one_history_one_wandb_run_and_compares_with_earlier_e
     fake = fake_wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     wandb_id = run(tmp_path, [1, 2])
-    run(tmp_path, [3, 4], resumed_step=2, wandb_id=wandb_id)
-    again = run(tmp_path, [3], resumed_step=2, wandb_id=wandb_id)
+    run(tmp_path, [3, 4], resumed_step=2, ids={"wandb": wandb_id})
+    again = run(tmp_path, [3], resumed_step=2, ids={"wandb": wandb_id})
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], "set" in row) for row in rows] == [
         (1, False),
@@ -164,7 +164,7 @@ def test_starting_from_scratch_moves_the_old_rows(tmp_path, capsys):
 @pytest.mark.parametrize("error", [RuntimeError("no network\nat all"), SystemExit(1)])
 def test_a_failing_wandb_is_reported_once_and_stops_nothing(tmp_path, monkeypatch, capsys, where, error):
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb(**{where: error}))
-    run(tmp_path, [1, 2, 3], wandb_id="kept42")
+    run(tmp_path, [1, 2, 3], ids={"wandb": "kept42"})
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if "wandb" in line]
     assert warning.startswith("warning: wandb ")
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
@@ -172,8 +172,8 @@ def test_a_failing_wandb_is_reported_once_and_stops_nothing(tmp_path, monkeypatc
 
 def test_the_id_of_a_run_is_kept_if_wandb_cannot_be_reached(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb(init=RuntimeError("no network")))
-    assert run(tmp_path, [1], wandb_id="kept42") == "kept42"
-    assert run(tmp_path, [1], wandb_id=None) is None
+    assert run(tmp_path, [1], ids={"wandb": "kept42"}) == "kept42"
+    assert run(tmp_path, [1], ids={}) is None
 
 
 def test_a_wandb_that_is_not_installed_stops_nothing(tmp_path, monkeypatch, capsys):
@@ -215,7 +215,7 @@ def test_the_summary_has_the_best_of_each_set_also_after_a_resume(tmp_path, monk
             evaluated(tracker, step, {"ndcg@10": value, "queries": 100})
     assert fake.summary == {"best/dev/ndcg@10": 0.5, "best/dev/step": 2}
     fake.summary.clear()
-    with Tracker.open(recipe(), WORLD, tmp_path, resumed_step=3, wandb_id="fresh123") as tracker:
+    with Tracker.open(recipe(), WORLD, tmp_path, resumed_step=3, ids={"wandb": "fresh123"}) as tracker:
         evaluated(tracker, 4, {"ndcg@10": 0.45})
     assert fake.summary == {"best/dev/ndcg@10": 0.5, "best/dev/step": 2}
 
@@ -261,13 +261,14 @@ from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.tracker import Tracker
 recipe = Recipe(name="tiny", tracking=TrackingConfig(wandb=True))
 run_dir, resumed_step, wandb_id = sys.argv[1], *map(eval, sys.argv[2:4])
+ids = {'wandb': wandb_id} if wandb_id else {}
 world = World(0, 1, 0, 1, torch.device("cpu"))
-with Tracker.open(recipe, world, run_dir, resumed_step=resumed_step, wandb_id=wandb_id) as tracker:
+with Tracker.open(recipe, world, run_dir, resumed_step=resumed_step, ids=ids) as tracker:
     for step in (1, 2):
         tracker.step({"step": step + (resumed_step or 0), "loss": float("nan"), "lr": 1e-3})
     tracker.set_evaluated(2, "dev", {"ndcg@10": 0.5}, DatasetInfo("retrieval", {"queries": 4}, subset=False))
     tracker.evaluation(2, {"dev": {"ndcg@10": 0.5}})
-    print("id", tracker.wandb_id)
+    print("id", tracker.ids.get("wandb"))
 """
 
 

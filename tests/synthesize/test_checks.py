@@ -1,5 +1,7 @@
 """Checks of drafts are those of the plain definitions: runs of words, pairs of queries, languages, grades."""
 
+import gzip
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ from embedtrain.commands.synthesize.types import Answer, Draft, Refusal, Refusal
 from embedtrain.config.options import check_values
 from embedtrain.config.parsing import merge_options
 from embedtrain.errors import ConfigError
+from tests.conftest import ROOT
 
 ENGLISH = "A tool that compresses files without loss, and unpacks them again on any machine."
 GERMAN = "Ein Werkzeug, das Dateien ohne Verlust packt und auf jedem Rechner wieder entpackt."
@@ -194,6 +197,16 @@ def test_either_language_of_two_documents_is_right(language_check):
     both = replace(draft("wie packe ich große Dateien?"), sources=(ENGLISH, GERMAN))
     assert language_check.why(both) == ""
     assert language_check.why(replace(both, query="怎样压缩文件的工具")).endswith("instead of German or English")
+
+
+@pytest.mark.parametrize(("file", "right", "wrong"), [("train-en", "en", "zh"), ("train-zh2zh", "zh", "en")])
+def test_short_lines_full_of_names_have_the_right_language(language_check, file, right, wrong):
+    with gzip.open(ROOT / "recipes" / "quickstart" / f"{file}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in itertools.islice(lines, 700)][::7]
+    for language, fails in ((None, 0), (right, 0), (wrong, 0.95)):
+        drafts = [draft(row["query"], row["pos"][0], language=language) for row in rows]
+        share = sum(bool(language_check.why(each)) for each in drafts) / len(drafts)
+        assert share == 0 if fails == 0 else share >= fails, (file, language, share)
 
 
 def test_a_draft_fails_at_its_first_check_and_is_counted_once():

@@ -207,7 +207,7 @@ class LanguageCheck:
     more probable than the right one, and a query of a few Latin letters never does.
     """
 
-    # Of 4,000 synopses of Debian packages, the four that fail are in another language.
+    # Of 2,238 English and Chinese synopses of Debian packages none fails; 99 % do if the other language is asked for.
     TIMES_AS_PROBABLE = 100
     MIN_LATIN_LETTERS = 15
     _MAX_CHARACTERS = 2000  # of a document
@@ -221,6 +221,8 @@ class LanguageCheck:
                 f"{install_command('synthesize')}, or write checks.languages=false"
             ) from None
         self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+        # Those that have no code of two letters are rare, and texts of names and numbers are often taken for one.
+        self._identifier.set_languages([code for code in self._identifier.labels if len(code) == 2])
         self._language_of = lru_cache(maxsize=1 << 14)(self._probable_language)
 
     def why(self, draft: Draft) -> str:

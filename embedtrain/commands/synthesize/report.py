@@ -15,10 +15,10 @@ from embedtrain import __version__
 from embedtrain.commands.synthesize.checks import TITLES, Tally, words_of
 from embedtrain.commands.synthesize.types import Draft
 from embedtrain.data.rows import text_key
-from embedtrain.data.sources.values import shorten
 from embedtrain.mining.folder import QUANTILES, quantiles
 from embedtrain.report.chart import element
 from embedtrain.report.page import content_hash, page_file, template
+from embedtrain.report.sample_section import shorten
 from embedtrain.utils.files import atomic_write
 
 REPORT_FILE = "report.html"

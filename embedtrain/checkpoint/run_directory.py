@@ -136,8 +136,17 @@ class RunDirectory:
         with atomic_write(self.stopped) as file:
             file.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
-    def write_recipe(self, recipe: Mapping[str, Any], world_size: int, model_commit: str | None = None) -> None:
-        """Write `recipe.yaml`, with the commit of the model's Hub repository; on one rank."""
+    def write_recipe(
+        self,
+        recipe: Mapping[str, Any],
+        world_size: int,
+        model_commit: str | None = None,
+        query_writers: Mapping[str, int] | None = None,
+    ) -> None:
+        """Write `recipe.yaml`, with the commit of the model's Hub repository; on one rank.
+
+        `query_writers` are the language models that wrote queries, with the number of rows of each.
+        """
         versions: dict[str, object] = {"embedtrain": __version__, "python": sys.version.split()[0]}
         for name in _VERSIONS_OF:
             try:
@@ -146,7 +155,17 @@ class RunDirectory:
                 continue
         if model_commit is not None:
             versions["model_commit"] = model_commit
+        if query_writers:
+            versions["query_writers"] = dict(query_writers)
         self._write_yaml({**recipe, "versions": versions | {"world_size": world_size}})
+
+    def query_writers(self) -> dict[str, int]:
+        """The language models that wrote queries of the training data, with the number of rows of each."""
+        versions = self.saved_recipe().get("versions")
+        writers = versions.get("query_writers") if isinstance(versions, dict) else None
+        if not isinstance(writers, dict):
+            return {}
+        return {str(name): count for name, count in writers.items() if isinstance(count, int)}
 
     def update_recipe(self, changed: Mapping[str, Any]) -> None:
         """Write `recipe.yaml` with other values of some groups, and the versions of the training; on one rank."""

@@ -19,6 +19,10 @@ from embedtrain.errors import ConfigError
 T = TypeVar("T")
 
 
+# What rows of synthetic queries say about them, which commands that write rows keep.
+ORIGIN_KEYS = ("synthetic", "synthetic_model", "synthetic_prompt", "kind", "language", "grade")
+
+
 @dataclass(frozen=True, slots=True)
 class Documents:
     """Documents of a row, without prompts.
@@ -72,6 +76,7 @@ class Example:
     instruction: str | None = None  # replaces the prompt of the query; "" for no prompt, None to keep the source's
     document_instruction: str | None = None  # replaces the prompt of all documents
     max_negatives: int | None = None  # maximal number of hard negatives that a step uses; None: all
+    origin: str | None = None  # of a query that a language model has written: ORIGIN_KEYS as a JSON object
     location: RowLocation | None = None  # None while the file is read
 
     @property
@@ -173,6 +178,8 @@ def format_row(
     if scores is not None:
         # The shortest decimals that round to the same float32: 0.9, not 0.8999999761581421.
         fields["pos_scores"], fields["neg_scores"] = ([float(str(np.float32(s))) for s in values] for values in scores)
+    if row.origin is not None:
+        fields |= json.loads(row.origin)
     return json.dumps(fields, ensure_ascii=False)
 
 

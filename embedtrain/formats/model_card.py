@@ -20,6 +20,7 @@ from embedtrain.report.changes import CONFIDENCE, Change, changes_since_start
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
 from embedtrain.tracking.pages import vector_lines, without_forms
 from embedtrain.utils.files import expand_user
+from embedtrain.utils.formatting import format_count
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -67,14 +68,14 @@ def model_card(
     base, shown = hub_id(path), name or UNNAMED
     # Of the exported weights only.
     metrics = {name: row for name, row in metrics_at(run_dir, step).items() if not name.endswith(TRAINED)}
-    datasets = datasets_at(run_dir, step)
+    datasets, writers = datasets_at(run_dir, step), RunDirectory(run_dir).query_writers()
     before = metrics_at(run_dir, 0) if step else {}
     main_metrics = {set_name: next(iter(row)) for set_name, row in metrics.items() if set_name in before and row}
     changes = changes_since_start(run_dir, step, main_metrics) if main_metrics else {}
     return "\n".join(
         [
             "---",
-            _metadata(recipe, base, metrics, datasets, onnx=ONNX in formats),
+            _metadata(recipe, base, metrics, datasets, onnx=ONNX in formats, is_synthetic=bool(writers)),
             "---",
             f"# {recipe['name']}",
             "",
@@ -86,6 +87,7 @@ def model_card(
             *LOGIT_SCORE_USAGE * (LOGIT_SCORE in formats),
             *_evaluation(without_forms(metrics, datasets), datasets, before, changes),
             *vector_lines(metrics, datasets),
+            *_synthetic_data(writers),
             "## Recipe",
             "",
             "Options that are not set, and the folders of local files, are left out.",
@@ -135,7 +137,13 @@ def _origin(path: str | None, base: str | None) -> str:
 
 
 def _metadata(
-    recipe: Mapping[str, Any], base: str | None, metrics: Metrics, datasets: Mapping[str, DatasetInfo], *, onnx: bool
+    recipe: Mapping[str, Any],
+    base: str | None,
+    metrics: Metrics,
+    datasets: Mapping[str, DatasetInfo],
+    *,
+    onnx: bool,
+    is_synthetic: bool,
 ) -> str:
     """The YAML header, whose keys the Hub defines."""
     from huggingface_hub import EvalResult, ModelCardData
@@ -163,7 +171,7 @@ def _metadata(
         license=recipe["export"].get("license"),
         library_name="sentence-transformers",
         pipeline_tag=kind.files.task,
-        tags=["sentence-transformers", *kind.files.tags, "embedtrain"] + [ONNX] * onnx,
+        tags=["sentence-transformers", *kind.files.tags, "embedtrain"] + [ONNX] * onnx + ["synthetic"] * is_synthetic,
         model_name=recipe["name"] if results else None,
         eval_results=results or None,
     )
@@ -211,6 +219,15 @@ def _evaluation(
     if any(not change.direction for change in shown):
         lines += ["", "A change without an interval may be noise."]
     return [*lines, ""]
+
+
+def _synthetic_data(writers: Mapping[str, int]) -> list[str]:
+    """Which queries of the training data no person has written."""
+    if not writers:
+        return []
+    counts = [f"{count:,} by `{name.replace('`', '')}`" for name, count in writers.items()]
+    text = f"Language models wrote {format_count(sum(writers.values()), 'query', 'queries')} of the training data: "
+    return ["## Synthetic data", "", f"{text}{', '.join(counts)}.", ""]
 
 
 def _change(change: Change) -> str:

@@ -1,7 +1,8 @@
 """Parts of a training run, in the order in which they are built: data, run directory, model, loss, optimizer."""
 
+import collections
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.recipe import LOGIT_SCORE, Precision, Recipe
+from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.vocabulary import train_tokenizer
@@ -335,14 +337,24 @@ def chunk_options(run: Run, model: LoadedModel) -> ChunkOptions:
     return ChunkOptions(run.recipe.train.chunk_tokens, model.activation_tokens, overhead)
 
 
-def open_tracker(run: Run, model: LoadedModel, state: TrainState, *, has_finished: bool) -> Tracker:
+def _query_writers(stores: Sequence[RowStore]) -> dict[str, int]:
+    """The language models that wrote queries, with the number of rows of each."""
+    counts = collections.Counter[str]()
+    for store in stores:
+        counts.update(store.report.rows.writers)
+    return dict(counts)
+
+
+def open_tracker(
+    run: Run, model: LoadedModel, state: TrainState, stores: Sequence[RowStore], *, has_finished: bool
+) -> Tracker:
     """Write the recipe and the model's architecture into the run directory, and open its metrics and trackers."""
     recipe, run_dir = run.recipe, run.run_dir
     with run.world.fail_together("writing the run directory"):
         if run.world.is_main:
             run_dir.stopped.unlink(missing_ok=True)
             if not has_finished or not run_dir.saved_recipe():
-                run_dir.write_recipe(to_plain(recipe), run.world.size, model.source.commit)
+                run_dir.write_recipe(to_plain(recipe), run.world.size, model.source.commit, _query_writers(stores))
             # Deleted first: any other file in it would be exported, and read by the libraries that open the export.
             remove_tree(run_dir.architecture)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)

@@ -130,7 +130,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
         model, world, chunk_tokens=recipe.evaluation.chunk_tokens, unshard=recipe.evaluation.unshard, truncate=False
     )
     with (
-        open_tracker(run, model, state, has_finished=start.has_finished) as tracker,
+        open_tracker(run, model, state, inputs.data.stores, has_finished=start.has_finished) as tracker,
         checkpointer,
         RunReporter(run, encoder, tracker, state, inputs.length) as reporter,
         world.watchdog_guard(),

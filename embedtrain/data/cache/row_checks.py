@@ -1,5 +1,6 @@
 """Checks of training rows, of one row and of all sources together, and what is counted and reported of them."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from embedtrain.errors import ConfigError
 from embedtrain.utils.formatting import format_count
 
 T = TypeVar("T")
+UNKNOWN_WRITER = "an unknown model"  # of rows that say `synthetic: true` alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,7 @@ class RowCounts:
     one_text: bool = False  # rows are one text each, without documents
     ignored: list[str] = field(default_factory=list)  # columns that are not used
     num_animated: int = 0  # pictures of several frames, of which the first is used
+    writers: dict[str, int] = field(default_factory=dict)  # rows of synthetic queries, by the model that wrote them
 
 
 @dataclass(kw_only=True)
@@ -240,6 +243,8 @@ class SourceReport:
         if self.rows.ignored:
             more = ", ..." if len(self.rows.ignored) > 8 else ""
             parts.append(f"not used: {', '.join(self.rows.ignored[:8])}{more}")
+        for writer, count in self.rows.writers.items():
+            parts.append(f"{format_count(count, 'query', 'queries')} written by {writer}")
         if self.num_pictures:
             parts.append(format_count(self.num_pictures, "picture"))
         if self.rows.num_animated:
@@ -296,6 +301,9 @@ class RowStatistics:
         rows.num_unscored += scored
         rows.num_rows += 1
         rows.one_text = not texts.positives.texts
+        if texts.origin is not None:
+            writer = str(json.loads(texts.origin).get("synthetic_model", UNKNOWN_WRITER))
+            rows.writers[writer] = rows.writers.get(writer, 0) + 1
 
     def skip(self, part: int, line: int, problem: str) -> None:
         """Count one row that cannot be used, or an empty part if the line is 0."""
@@ -330,6 +338,8 @@ class RowStatistics:
             self.rows.one_text = after.rows.one_text
         for name in ("num_rows", "num_skipped", "num_left_out", "num_dropped", "num_unscored", "num_animated"):
             setattr(self.rows, name, getattr(self.rows, name) + getattr(after.rows, name))
+        for writer, count in after.rows.writers.items():
+            self.rows.writers[writer] = self.rows.writers.get(writer, 0) + count
         self.features = list(dict.fromkeys([*self.features, *after.features]))
         self.rows.ignored = list(dict.fromkeys([*self.rows.ignored, *after.rows.ignored]))
         for group in after.skipped:

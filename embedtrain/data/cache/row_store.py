@@ -66,11 +66,13 @@ EXTRA_COLUMNS = {
     "instruction": pa.string(),
     "document_instruction": pa.string(),
     "max_negatives": pa.int32(),
+    "origin": pa.string(),
 }
 # Names of columns in digests where they differ: with another digest, runs of earlier versions would not resume.
 _DIGEST_NAMES = {"max_negatives": "most_negatives"}
 MAX_OPEN_BATCHES = 4096  # their offsets in the map, not their rows
-SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "max_negatives"}  # one value or null per row
+# One value or null per row.
+SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "max_negatives", "origin"}
 
 
 _OF_DOCUMENTS = {"positives": "positives.texts", "negatives": "negatives.texts"} | {

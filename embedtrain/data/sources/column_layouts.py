@@ -7,7 +7,7 @@ from typing import Any
 from embedtrain.config.columns import parse_columns, parse_condition
 from embedtrain.config.recipe import DataFormat, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
-from embedtrain.data.rows import Documents, Example
+from embedtrain.data.rows import ORIGIN_KEYS, Documents, Example
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import (
     Content,
@@ -104,7 +104,9 @@ def _reject_scores(source: TrainSource, row: dict[str, Any], needs: RowRequireme
 
     A column `score` is no label: `filter annotate=true` writes one.
     """
-    compared = () if source.where is None else [comparison.column for comparison in parse_condition(source.where)]
+    compared = [] if source.where is None else [comparison.column for comparison in parse_condition(source.where)]
+    if row.get("synthetic"):  # `grade` is that of the query
+        compared += ORIGIN_KEYS
     for name, value in row.items():
         if value is None or name in compared or (name != "scores" and not is_label(name)):
             continue

@@ -1,5 +1,6 @@
 """Layouts of rows: their interface, and those with fixed keys: FlagEmbedding, Tevatron, ms-swift, NeMo and BEIR."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from embedtrain.config.losses import LOSSES, CombinedConfig, SentenceTransformersConfig
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
-from embedtrain.data.rows import Documents, Example, take
+from embedtrain.data.rows import ORIGIN_KEYS, Documents, Example, take
 from embedtrain.data.sources import values
 from embedtrain.data.sources.column_roles import is_negative, is_positive, is_query
 from embedtrain.data.sources.values import BadRow, describe_value, list_names, shorten
@@ -197,7 +198,8 @@ class FlagEmbedding(RowLayout):
     """Rows `{"query": str, "pos": [str, ...], "neg": [str, ...]}`; `neg` is optional.
 
     `pos_scores` and `neg_scores` (or `scores`, of the positives and then the negatives) are read where the loss needs
-    scores; `pos_id`, `neg_id`, the query's instruction `prompt` (or `prompt_for_query`) and `type` are always read;
+    scores; `pos_id`, `neg_id`, the query's instruction `prompt` (or `prompt_for_query`) and `type` are always read, and
+    of rows with `synthetic: true` what they say about the query (ORIGIN_KEYS);
     other keys are ignored, unless their names are those of a query, positives or negatives (`question`, `positive`,
     `hard_negatives`), which are read as such. The query may also be [instruction, text], and then documents may be.
 
@@ -265,7 +267,9 @@ class FlagEmbedding(RowLayout):
 
     def _with_optional_values(self, texts: Example, row: dict[str, Any]) -> Example:
         has_scores = self.needs.scores != ScoreRequirement.none
-        self._ignore_except(row, *_FLAG_KEYS, *(_FLAG_SCORES if has_scores else ()))
+        origin = self._origin(row) if row.get("synthetic") else None
+        used = (*_FLAG_KEYS, *(_FLAG_SCORES if has_scores else ()), *(() if origin is None else ORIGIN_KEYS))
+        self._ignore_except(row, *used)
         ids: list[tuple[str, ...]] = []
         for key, name, documents in (("pos_id", '"pos"', texts.positives), ("neg_id", '"neg"', texts.negatives)):
             value = row.get(key)
@@ -298,7 +302,14 @@ class FlagEmbedding(RowLayout):
             instruction=instruction,
             document_instruction=document_instruction,
             max_negatives=max_negatives,
+            origin=origin,
         )
+
+    def _origin(self, row: dict[str, Any]) -> str:
+        """What a row of a synthetic query says about it."""
+        known = {key: row[key] for key in ORIGIN_KEYS if isinstance(row.get(key), str | int | float)}
+        self.features["synthetic queries"] = None
+        return json.dumps(known, ensure_ascii=False)
 
     def _type(self, value: object) -> tuple[int | None, bool]:
         """How many negatives rows of a type use, and whether their documents get the query's instruction."""

@@ -20,11 +20,11 @@ if (
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from embedtrain.api import evaluate, export, load_encoder, mine, train
+    from embedtrain.api import evaluate, export, load_encoder, mine, synthesize, train
 
 __version__ = "0.1.0"
-_FUNCTIONS = ("evaluate", "export", "load_encoder", "mine", "train")
-__all__ = ["__version__", "evaluate", "export", "load_encoder", "mine", "train"]
+_FUNCTIONS = ("evaluate", "export", "load_encoder", "mine", "synthesize", "train")
+__all__ = ["__version__", "evaluate", "export", "load_encoder", "mine", "synthesize", "train"]
 
 
 def __getattr__(name: str) -> Any:

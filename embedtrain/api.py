@@ -1,4 +1,4 @@
-"""The Python API: train, evaluate, mine, export and encode from a notebook, a test, or a script under torchrun.
+"""The Python API: train, evaluate, mine, synthesize, export and encode, in a notebook, a test, or under torchrun.
 
     from embedtrain import train, evaluate, load_encoder
 
@@ -18,6 +18,7 @@ from types import FunctionType
 from typing import Any
 
 from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
+from embedtrain.commands.synthesize.writing import read_synthesis
 from embedtrain.config.code import register_code
 from embedtrain.config.command_line import flatten, to_overrides
 from embedtrain.config.command_options import EncodeOptions, PrecisionOptions, RankOptions, ShardOptions
@@ -44,6 +45,7 @@ from embedtrain.training.train import train as run_training
 from embedtrain.training.train import training_world
 
 _EVALUATE, _MINE, _EXPORT = COMMANDS["evaluate"], COMMANDS["mine"], COMMANDS["export"]
+_SYNTHESIZE = COMMANDS["synthesize"]
 Metrics = dict[str, dict[str, float]]
 StrPath = str | PathLike[str]
 
@@ -75,6 +77,14 @@ class MineResult:
 
     files: list[Path]  # one for each source; `train(data=files)` reads them
     summary: dict[str, Any]  # statistics of each source and the most suspicious labels: the content of summary.json
+
+
+@dataclass(frozen=True)
+class SynthesizeResult:
+    """Rows of queries that a language model has written."""
+
+    rows: Path  # `train(data=[result.rows])` reads them
+    summary: dict[str, Any]  # what was asked for, thrown away and spent: the content of synthesis.json
 
 
 def train(
@@ -207,6 +217,42 @@ def mine(
                 if world.is_main:
                     summary = read_summary(Path(composed.output_dir))
             return MineResult(files, world.broadcast(summary))
+
+
+def synthesize(
+    corpus: Any,
+    output_dir: StrPath,
+    *,
+    writer: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **more: Any,
+) -> SynthesizeResult:
+    """Have a language model write queries for documents, as `embedtrain synthesize` does.
+
+        synthesize("documents.jsonl", "rows", writer={"model": "Qwen/Qwen3-4B-Instruct-2507"})
+
+    Args:
+        corpus: documents: a path, a mapping of options of `DataPath`, or a list of these.
+        output_dir: a folder for the rows and all answers; the same call resumes.
+        writer: options of the language model: `model`, `backend`, `url`, `key_env`, ...
+        options, more: other options of the command, such as `queries`, `checks`, `max_requests`.
+
+    Raises Stopped if a signal (Ctrl-C in a notebook) ends it after the requests in flight.
+    """
+    parameters = {"corpus": corpus, "output_dir": fspath(output_dir), "writer": writer}
+    flat = flatten(_SYNTHESIZE.option_class, parameters, options or {}, more)
+    signals = StopSignals()
+    with own_process_state("synthesize", quiet=quiet), signals.listening():
+        composed = _SYNTHESIZE.compose(to_overrides(flat))
+        _SYNTHESIZE.require_paths(composed)
+        with joined_world(composed.timeout) as world:
+            rows = _SYNTHESIZE.run(composed, signals)
+            summary: dict[str, Any] = {}
+            with world.fail_together("reading the summary"):
+                if world.is_main:
+                    summary = read_synthesis(Path(composed.output_dir)) or {}
+            return SynthesizeResult(rows, world.broadcast(summary))
 
 
 def export(

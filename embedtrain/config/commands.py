@@ -195,6 +195,16 @@ COMMANDS = {
             outputs={VECTORS: "vectors"},
             **_WRITES,
         ),
+        _builtin(
+            "synthesize",
+            "write training rows for documents by a language model",
+            "SynthesizeOptions",
+            ranks=True,
+            saves_on_signal=True,
+            resumes=True,
+            output="output_dir",
+            outputs={DATA: "rows.jsonl"},
+        ),
         _builtin("search", "search a corpus with a model", "SearchOptions"),
         _builtin(
             "export",

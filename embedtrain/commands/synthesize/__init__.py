@@ -5,22 +5,26 @@ import math
 import re
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from embedtrain.commands.synthesize.checks import ChecksConfig
-from embedtrain.commands.synthesize.types import WriterConfig, check_writer
+from embedtrain.commands.synthesize.checks import ChecksConfig, check_checks
+from embedtrain.commands.synthesize.types import WriterBackend, WriterConfig, check_writer
 from embedtrain.config.command_options import CorpusOptions, ErrorOptions, OutputOptions, RankOptions, SeedOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.options import check_values, option
 from embedtrain.config.parsing import parse_corpus, parse_sources
-from embedtrain.config.paths import require_sources
+from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import install_command
+
+if TYPE_CHECKING:
+    from embedtrain.distributed.signals import StopSignals
 
 HELP = f"""embedtrain synthesize: training rows from documents, by a language model
 
@@ -82,9 +86,8 @@ class SynthesizeOptions(SeedOptions, ErrorOptions, RankOptions, OutputOptions, C
     max_documents: int | None = option(None, at_least=1, hint="null for all documents")  # the first ones
     # Limits of all requests of output_dir, also of runs that were interrupted or had other options. Null: no limit.
     max_requests: int | None = option(None, at_least=1, hint="null for no limit")
-    max_tokens: int | None = option(
-        None, at_least=1, hint="null for no limit"
-    )  # read, and the most that may be written
+    # of what is read, and the most that may be written
+    max_tokens: int | None = option(None, at_least=1, hint="null for no limit")
 
 
 _LANGUAGE = re.compile(r"[a-z]{2}")
@@ -108,6 +111,7 @@ def compose(arguments: list[str]) -> SynthesizeOptions:
                 "directory outside"
             )
     check_writer(options.writer, "writer.")
+    check_checks(options.checks, "checks.")
     _check_queries(options.queries)
     OptionChecks(options.window, "window.").require(
         options.window.overlap < options.window.words, "overlap", f"must be below window.words={options.window.words}"
@@ -164,7 +168,44 @@ def _parse_kinds(value: Any) -> dict[str, float]:
 def require_paths(options: SynthesizeOptions) -> None:
     """Raise a ConfigError for a path that does not exist, or a library that is not installed."""
     require_sources(options.queries.examples or [], options.corpus)
+    local = {
+        f"{name}.model": writer.model
+        for name, writer in (("writer", options.writer), ("checks.judge.writer", options.checks.judge.writer))
+        if writer.model and writer.backend is WriterBackend.local
+    }
+    require_models(**local, **{"checks.round_trip.model": options.checks.round_trip.model or None})
     if options.prompts is not None and not expand_user(options.prompts).is_dir():
         raise ConfigError(f"prompts={options.prompts}: there is no such folder")
     if importlib.util.find_spec("json_repair") is None:
         raise ConfigError(f"answers are read by json-repair, which is not installed: {install_command('synthesize')}")
+
+
+def run(options: SynthesizeOptions, signals: "StopSignals") -> Path:
+    """Read the documents, ask the language model, check what it wrote, write the rows, and print a summary.
+
+    Returns the file of rows. Raises Stopped if a signal has ended it, after the requests in flight.
+    """
+    from embedtrain.commands.synthesize.asker import open_answers, open_asker
+    from embedtrain.commands.synthesize.writing import synthesize
+    from embedtrain.distributed.world import joined_world
+    from embedtrain.inference.loading.load import quiet_libraries
+    from embedtrain.tracking.console import Console
+
+    quiet_libraries()
+    limits = {"max_requests": options.max_requests, "max_tokens": options.max_tokens}
+    with (
+        joined_world(options.timeout) as world,
+        open_answers(expand_user(options.output_dir), world, **limits) as answers,
+    ):
+        console = Console(enabled=world.is_main)
+        if world.watchdog is not None:
+            signals.report = world.watchdog.end_after_signal
+        with console.progress() as progress:
+            asker = open_asker(options.writer, answers, signals=signals, progress=progress)
+            console.note(asker.where)
+            judge = None
+            if options.checks.judge.writer.model:
+                writer, name = options.checks.judge.writer, "checks.judge.writer"
+                judge = open_asker(writer, answers, option=name, signals=signals, progress=progress)
+                console.note(f"judge: {judge.where}")
+            return synthesize(options, world, console, asker, asker.usage, judge)

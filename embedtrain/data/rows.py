@@ -30,11 +30,13 @@ class Documents:
     Attributes:
         scores: one per document, in float32; empty if the row has no scores.
         ids: one per document, "" for a document without an id; empty if the row has no ids.
+        num_dropped: of negatives as they are read, those that equal a positive or another negative and are left out.
     """
 
     texts: tuple[str, ...] = ()
     scores: tuple[float, ...] = ()
     ids: tuple[str, ...] = ()
+    num_dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -69,7 +71,6 @@ class Example:
     query: str  # without a prompt; or the only text of a row that has no documents
     positives: Documents = Documents()  # at least one, unless the loss needs no documents
     negatives: Documents = Documents()
-    num_dropped: int = 0  # negatives left out, equal to a positive or to another negative
     label: int | None = None
     # Of a teacher, in float32: one for all texts, or one per text in the order query, positives, negatives; or empty.
     vectors: tuple[Sequence[float], ...] = ()

@@ -341,7 +341,7 @@ def _query_writers(stores: Sequence[RowStore]) -> dict[str, int]:
     """The language models that wrote queries, with the number of rows of each."""
     counts = collections.Counter[str]()
     for store in stores:
-        counts.update(store.report.rows.writers)
+        counts.update(store.query_writers())
     return dict(counts)
 
 

@@ -179,8 +179,14 @@ INPUT_OPTIONS = {
         "model.image.path",
         "parallel.accelerate_config",
         "train.init_from",
+        "prompts",
+        *(f"{model}.model" for model in ("writer", "checks.judge.writer", "checks.round_trip")),
     ),
-    *(f"{rows}{option}" for rows in ("data", "data.train") for option in ("", ".path", ".documents", ".image_dir")),
+    *(
+        f"{rows}{option}"
+        for rows in ("data", "data.train", "queries.examples")
+        for option in ("", ".path", ".documents", ".image_dir")
+    ),
     *(f"{sets}{option}" for sets in SET_OPTIONS for option in ("", ".path", ".candidates", ".train", ".image_dir")),
     *("corpus.path", "corpus.image_dir"),
     *(f"{loss}.{option}" for loss in LOSS_OPTIONS for option in ("guide", "teacher", "teachers")),
@@ -190,6 +196,8 @@ _TEXTS = {
     # what is written, and where; what is cached
     "name", "output_dir", "cache_dir", "vectors_dir", "push_to_hub", "license", "language", "formats", "max_file_size",
     "wandb_init", "mlflow_init", "trackio_init",
+    # where a language model is, whose answers are the same anywhere
+    "url", "key_env",
     # what a model is and how it pools, by name or as module:Class
     "kind", "pooling",
     # versions of inputs, and what is read of them
@@ -199,7 +207,7 @@ _TEXTS = {
     "query_prompt", "document_prompt", "instruction_format", "item_template", "pair_template", "teacher_pair_template",
     "score_tokens",
     "expansion_token", "skiplist_words", "rope_scaling", "targets", "modules_to_save", "block_class", "match",
-    "names", "layers", "activation_checkpointing", "compile", "fused_kernels",
+    "names", "kinds", "languages", "layers", "activation_checkpointing", "compile", "fused_kernels",
     # measures and choices
     "metrics", "metric", "best_metric", "mteb", "first_stage", "step", "steps",
     # losses, and code, which Python finds by the name of its module
@@ -210,7 +218,7 @@ _TEXTS = {
     *(f"{loss}.path" for loss in LOSS_OPTIONS), *(f"{sets}.config" for sets in SET_OPTIONS),
 }  # fmt: skip
 _ELEMENTS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("data", "data.train"), (TrainSource,)),
+    **dict.fromkeys(("data", "data.train", "queries.examples"), (TrainSource,)),
     **dict.fromkeys(SET_OPTIONS, (EvaluationSet,)),
     "corpus": (DataPath,),
     **dict.fromkeys(LOSS_OPTIONS, tuple(LOSSES.values())),

@@ -55,7 +55,7 @@ def test_two_ranks_write_rows_once(tmp_path):
         assert summary["usage"]["requests"] >= num_requests
         assert (tmp_path / "out" / "report.html").is_file()
         # Without its rows, the same command asks nothing again, on any number of ranks.
-        for name in ("rows.jsonl", "synthesis.json"):
+        for name in ("rows.jsonl", "synthesis.json", "report.html"):
             (tmp_path / "out" / name).unlink()
         call("synthesize", *command)
         assert (len(stub.bodies), (tmp_path / "out" / "rows.jsonl").read_bytes()) == (num_requests, before)

@@ -52,7 +52,7 @@ class Positive(str, Enum):
 class QueriesConfig:
     """Which queries are written."""
 
-    per_document: int = option(3, within=(1, 1000))
+    per_document: int = option(3, within=(1, 1000))  # queries of a document; of a long one, for several windows
     # Kinds and their shares, of question, keywords, sentence, title, cross_lingual, multi_hop, instruction, and
     # templates of your own in `prompts`: one name, or a mapping. Default: {question: 2, keywords: 1, sentence: 1}.
     kinds: Any = None
@@ -60,6 +60,7 @@ class QueriesConfig:
     # Training rows of your own: list of TrainSource, or of paths; or one path. Prompts show some as examples.
     examples: Any = option(None, is_input=True, items=TrainSource)
     num_examples: int = option(3, within=(1, 100))  # in each prompt, if there are any
+    negatives: int = option(0, within=(0, 100))  # hard negatives of each query that the language model writes
 
 
 @dataclass(kw_only=True)
@@ -82,7 +83,6 @@ class SynthesizeOptions(SeedOptions, ErrorOptions, RankOptions, OutputOptions, C
     # a folder of templates NAME.jinja, which replace those of the same name; other names are kinds of your own
     prompts: str | None = option(None, is_input=True)
     paraphrase: float = option(0.0, within=(0, 1))  # share of queries that are asked for once more in other words
-    negatives: int = option(0, within=(0, 100))  # hard negatives of each query that the language model writes
     max_documents: int | None = option(None, at_least=1, hint="null for all documents")  # the first ones
     # Limits of all requests of output_dir, also of runs that were interrupted or had other options. Null: no limit.
     max_requests: int | None = option(None, at_least=1, hint="null for no limit")

@@ -736,7 +736,7 @@ def _refine(
             drafts = checks.passed(refiner(asker).paraphrase(drafts, options.paraphrase))
         if options.checks.judge.min_grade is not None:
             drafts = refiner(judge).judge(drafts, options.checks.judge.min_grade)
-        return refiner(asker).add_negatives(drafts, options.negatives) if options.negatives else drafts
+        return refiner(asker).add_negatives(drafts, options.queries.negatives) if options.queries.negatives else drafts
 
     return refine
 

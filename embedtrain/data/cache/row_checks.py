@@ -1,6 +1,5 @@
 """Checks of training rows, of one row and of all sources together, and what is counted and reported of them."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -17,7 +16,6 @@ from embedtrain.errors import ConfigError
 from embedtrain.utils.formatting import format_count
 
 T = TypeVar("T")
-UNKNOWN_WRITER = "an unknown model"  # of rows that say `synthetic: true` alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ class RowCheck:
         if self._needs.positive_above is not None:
             texts = _split_by_score(texts, self._needs.positive_above, self._needs.loss)
         if self._needs.negatives and not texts.negatives:
-            dropped = " other than its positives" if texts.num_dropped else ""
+            dropped = " other than its positives" if texts.negatives.num_dropped else ""
             hint = f"; {self._needs.without_negatives}" * bool(self._needs.without_negatives)
             raise BadRow(
                 f"loss={self._needs.loss} needs a hard negative in every row, and this one has none{dropped}{hint}"
@@ -134,7 +132,8 @@ def _split_by_score(texts: Example, threshold: float, loss: str) -> Example:
     above, rest = (
         [i for i, score in enumerate(documents.scores) if (score > threshold) == is_above] for is_above in (True, False)
     )
-    return replace(texts, positives=documents.take(above), negatives=documents.take(rest))
+    negatives = replace(documents.take(rest), num_dropped=texts.negatives.num_dropped)
+    return replace(texts, positives=documents.take(above), negatives=negatives)
 
 
 def check_equal_counts(needs: RowRequirements, counts: Sequence[NegativeCounts]) -> None:
@@ -211,7 +210,6 @@ class RowCounts:
     one_text: bool = False  # rows are one text each, without documents
     ignored: list[str] = field(default_factory=list)  # columns that are not used
     num_animated: int = 0  # pictures of several frames, of which the first is used
-    writers: dict[str, int] = field(default_factory=dict)  # rows of synthetic queries, by the model that wrote them
 
 
 @dataclass(kw_only=True)
@@ -243,8 +241,6 @@ class SourceReport:
         if self.rows.ignored:
             more = ", ..." if len(self.rows.ignored) > 8 else ""
             parts.append(f"not used: {', '.join(self.rows.ignored[:8])}{more}")
-        for writer, count in self.rows.writers.items():
-            parts.append(f"{format_count(count, 'query', 'queries')} written by {writer}")
         if self.num_pictures:
             parts.append(format_count(self.num_pictures, "picture"))
         if self.rows.num_animated:
@@ -297,13 +293,10 @@ class RowStatistics:
         rows, count = self.rows, len(texts.negatives.texts)
         rows.fewest_negatives = min(rows.fewest_negatives, count) if rows.num_rows else count
         rows.most_negatives = max(rows.most_negatives, count)
-        rows.num_dropped += texts.num_dropped
+        rows.num_dropped += texts.negatives.num_dropped
         rows.num_unscored += scored
         rows.num_rows += 1
         rows.one_text = not texts.positives.texts
-        if texts.origin is not None:
-            writer = str(json.loads(texts.origin).get("synthetic_model", UNKNOWN_WRITER))
-            rows.writers[writer] = rows.writers.get(writer, 0) + 1
 
     def skip(self, part: int, line: int, problem: str) -> None:
         """Count one row that cannot be used, or an empty part if the line is 0."""
@@ -338,8 +331,6 @@ class RowStatistics:
             self.rows.one_text = after.rows.one_text
         for name in ("num_rows", "num_skipped", "num_left_out", "num_dropped", "num_unscored", "num_animated"):
             setattr(self.rows, name, getattr(self.rows, name) + getattr(after.rows, name))
-        for writer, count in after.rows.writers.items():
-            self.rows.writers[writer] = self.rows.writers.get(writer, 0) + count
         self.features = list(dict.fromkeys([*self.features, *after.features]))
         self.rows.ignored = list(dict.fromkeys([*self.rows.ignored, *after.rows.ignored]))
         for group in after.skipped:

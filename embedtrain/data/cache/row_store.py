@@ -1,8 +1,10 @@
 """The rows of sources in the cache: read, checked and written piece by piece with a digest, then memory-mapped."""
 
 import bisect
+import collections
 import copy
 import hashlib
+import json
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,6 +73,7 @@ EXTRA_COLUMNS = {
 # Names of columns in digests where they differ: with another digest, runs of earlier versions would not resume.
 _DIGEST_NAMES = {"max_negatives": "most_negatives"}
 MAX_OPEN_BATCHES = 4096  # their offsets in the map, not their rows
+UNKNOWN_WRITER = "an unknown model"  # of rows that say `synthetic: true` alone
 # One value or null per row.
 SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "max_negatives", "origin"}
 
@@ -194,6 +197,16 @@ class RowStore(Sequence[Example]):
         row_range = self.row_ranges[bisect.bisect_right(self.row_ranges, row, key=attrgetter("start")) - 1]
         file = self.report.files[row_range.part]
         return replace(texts, location=RowLocation(self.source, file, row_range.lines_before + line))
+
+    def query_writers(self) -> dict[str, int]:
+        """The language models that wrote queries, with the number of rows of each."""
+        counts = collections.Counter[str]()
+        for number in range(len(self.rows.batch_starts) - 1 if "origin" in self.extra_columns else 0):
+            batch = self.rows.batch(number)
+            if "origin" in batch.schema.names:
+                for each in batch.column("origin").drop_null().value_counts().to_pylist():
+                    counts[json.loads(each["values"]).get("synthetic_model", UNKNOWN_WRITER)] += each["counts"]
+        return dict(counts)
 
     @property
     def num_bytes(self) -> int:

@@ -62,7 +62,8 @@ class RowLayout(ABC):
             raise BadRow("this row has neither positives nor negatives")
         if not documents.scores and self.needs.scores is ScoreRequirement.pairs:
             documents = replace(documents, scores=(0.0,) * len(documents))
-        return replace(texts, positives=documents, negatives=Documents())
+        num_dropped = documents.num_dropped
+        return replace(texts, positives=replace(documents, num_dropped=0), negatives=Documents(num_dropped=num_dropped))
 
     def _ignore_except(self, row: dict[str, Any], *keys: str) -> None:
         for key, value in row.items():
@@ -96,8 +97,7 @@ def _drop_repeated_negatives(texts: Example) -> Example:
     first, num_others = list(first_indices.values()), 1 + len(positives)
     return replace(
         texts,
-        negatives=texts.negatives.take(first),
-        num_dropped=len(negatives) - len(first),
+        negatives=replace(texts.negatives.take(first), num_dropped=len(negatives) - len(first)),
         vectors=(*texts.vectors[:num_others], *take(texts.vectors[num_others:], first)),
     )
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+import embedtrain.__main__
 from embedtrain.cli.entry import run_command
 from embedtrain.commands.synthesize import api
 from embedtrain.commands.synthesize.asker import open_answers, open_asker
@@ -78,12 +80,7 @@ def start(folder: Path, config: WriterConfig, size: int, count: int, block: int,
 def _run(
     environment: dict[str, str], log: Path, folder: Path, config: WriterConfig, count: int, block: int, limits: Any
 ):
-    os.setsid()
-    os.environ.update(environment)
-    api._FIRST_WAIT = 0.01
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(out, stream)
+    _redirect(environment, log)
     signals = StopSignals()
 
     def ask(_: None) -> None:
@@ -97,6 +94,36 @@ def _run(
                 asker.usage()
 
     run_command(lambda _: signals.listen(), ask)
+
+
+def start_command(folder: Path, size: int, *arguments: str) -> Asking:
+    """`embedtrain ARGUMENTS` on several ranks."""
+    store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    log = folder / f"{time.monotonic_ns()}.log"
+    processes = [
+        fork_context().Process(
+            target=_run_command, args=(torchrun_environment(rank, size, store.port), log, arguments), daemon=True
+        )
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    return Asking(processes, log, store)
+
+
+def _run_command(environment: dict[str, str], log: Path, arguments: tuple[str, ...]) -> None:
+    _redirect(environment, log)
+    sys.argv = ["embedtrain", *arguments]
+    embedtrain.__main__.main()
+
+
+def _redirect(environment: dict[str, str], log: Path) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    api._FIRST_WAIT = 0.01
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(out, stream)
 
 
 LIMITS = ("max_requests", "max_tokens")

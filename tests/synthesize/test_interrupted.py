@@ -10,9 +10,11 @@ import pytest
 
 from embedtrain.errors import EmbedtrainError
 from tests.marks import slow_but
-from tests.synthesize.asking import RESULT, interrupt, result, start
+from tests.synthesize.asking import RESULT, interrupt, result, start, start_command
+from tests.synthesize.scripted import about, write_corpus
 from tests.synthesize.stub_server import Fault, Stub
 from tests.synthesize.test_asker import ask, expected, requests, single, texts, writer
+from tests.synthesize.test_command import answer
 
 
 def until(condition, asking, timeout=60.0):
@@ -56,6 +58,35 @@ def test_ranks_that_are_killed_at_random(tmp_path, kills):
         assert len(stub.bodies) - count <= kills * concurrency
         # A request whose line was written when its process was killed may not have been sent.
         assert len(stub.bodies) <= after["requests"] <= len(stub.bodies) + kills * concurrency
+
+
+@pytest.mark.slow  # of replies instead of rows: above
+def test_the_command_is_killed_three_times_at_random(tmp_path):
+    """The rows are those of an undisturbed run, and only requests in flight at a kill are sent twice."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [about(number) for number in range(60)])
+    options = [f"corpus={corpus}", "writer.backend=api", "writer.model=m", "writer.concurrency=4"]
+    options += ["checks.languages=false", "checks.judge.min_grade=2", "paraphrase=0.3"]
+    generator = random.Random("command")
+    with Stub(answer, slowly) as stub:
+        url, out = f"writer.url={stub.url}", tmp_path / "calm"
+        calm = start_command(tmp_path, 2, "synthesize", *options, url, f"output_dir={out}")
+        assert calm.wait(180.0) == [0, 0], calm.text
+        num_requests, rows = len(stub.bodies), (out / "rows.jsonl").read_bytes()
+    with Stub(answer, slowly) as stub:
+        out = tmp_path / "killed"
+        options += [f"writer.url={stub.url}", f"output_dir={out}", f"max_requests={num_requests + 12}"]
+        for _ in range(3):
+            asking = start_command(tmp_path, 2, "synthesize", *options)
+            moment = len(stub.bodies) + generator.randint(3, num_requests // 5)
+            until(lambda moment=moment: len(stub.bodies) >= moment, asking)
+            interrupt(asking, signal.SIGKILL, generator.randrange(2))
+            assert -signal.SIGKILL in asking.wait(), asking.text
+            assert "Traceback" not in asking.text
+            assert not (out / "rows.jsonl").exists()
+        asking = start_command(tmp_path, 3, "synthesize", *options)
+        assert asking.wait(180.0) == [0, 0, 0], asking.text
+        assert (out / "rows.jsonl").read_bytes() == rows
+        assert num_requests <= len(stub.bodies) <= num_requests + 12
 
 
 @pytest.mark.slow  # over several runs: test_asker.py

@@ -37,7 +37,10 @@ class Block:
 
 def pages() -> list[Path]:
     """Every page of the site, and the README files of the repository."""
-    others = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docker/README.md")]
+    others = [
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "benchmarks/README.md", "docker/README.md")
+    ]
     return [*sorted((ROOT / "docs").rglob("*.md")), *(page for page in others if page.is_file())]
 
 

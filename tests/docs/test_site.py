@@ -151,3 +151,13 @@ def test_diagrams_are_those_that_their_script_draws():
     assert {path.name for path in images.glob("diagram-*.svg")} == pictures.keys()
     for name, content in pictures.items():
         assert (images / name).read_text(encoding="utf-8") == content, "run docs/hooks/diagrams.py"
+
+
+def test_language_models_get_an_index_and_all_pages(site):
+    index, whole = ((site / name).read_text(encoding="utf-8") for name in ("llms.txt", "llms-full.txt"))
+    links = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): \S", index, re.MULTILINE)
+    assert len(links) > 40
+    assert all((site / link).is_file() for link in links)
+    assert "## Start\n" in index
+    assert "# Losses\n" in whole
+    assert "embedtrain train --gpus 8 recipe=minilm" in whole

@@ -26,7 +26,7 @@ from embedtrain import __version__
 from embedtrain.checkpoint.run_directory import output_dir_lock
 from embedtrain.config.commands import MODEL
 from embedtrain.config.evaluation import EvaluationConfig
-from embedtrain.config.recipe import ExportConfig, Recipe
+from embedtrain.config.recipe import ExportConfig
 from embedtrain.config.validation import written
 from embedtrain.distributed.device import deterministic_algorithms
 from embedtrain.distributed.signals import StopSignals
@@ -241,8 +241,8 @@ class _PipelineRun:
         with world.fail_together(f"composing the stage {stage.name}"):
             options = stage.compose()
         with self._reporting_stop(stage):
-            if stage.is_training:
-                return self._train(stage, options)
+            if stage.command.saves_on_signal:
+                return self._stop_with(stage, options)
             if stage.command.ranks:
                 return stage.command.run(options)
             result: Any = None
@@ -251,14 +251,17 @@ class _PipelineRun:
                     result = stage.command.run(options)
             return result
 
-    def _train(self, stage: Stage, recipe: Recipe) -> Any:
-        with deterministic_algorithms(recipe.parallel.deterministic):
-            try:
-                return train(recipe, self.world, self.signals)
-            except Stopped as stopped:
-                if self.world.is_main:
-                    self._write_stopped(stage, self.signals.received)
-                raise Stopped(f"stage {stage.name}: {stopped}", stopped.exit_code) from None
+    def _stop_with(self, stage: Stage, options: Any) -> Any:
+        """Run a command that ends with what it has done when a signal arrives."""
+        try:
+            if not stage.is_training:
+                return stage.command.run(options, self.signals)
+            with deterministic_algorithms(options.parallel.deterministic):
+                return train(options, self.world, self.signals)
+        except Stopped as stopped:
+            if self.world.is_main:
+                self._write_stopped(stage, self.signals.received)
+            raise Stopped(f"stage {stage.name}: {stopped}", stopped.exit_code) from None
 
     @contextlib.contextmanager
     def _reporting_stop(self, stage: Stage) -> Iterator[None]:

@@ -158,7 +158,8 @@ _ALWAYS_PLANNED = ("arctic_embed_2",)
 
 
 def names() -> list[str]:
-    tested_elsewhere = ("quickstart", "visual_documents")  # the latter in tests/pages/test_pipeline.py
+    # The last two in tests/pages/test_pipeline.py and tests/synthesize/test_pipeline.py.
+    tested_elsewhere = ("quickstart", "visual_documents", "synthetic")
     paths = (ROOT / "recipes" / "pipelines").glob("*.yaml")
     return sorted(path.stem for path in paths if path.stem not in tested_elsewhere)
 

@@ -187,6 +187,7 @@ def run(options: SynthesizeOptions, signals: "StopSignals") -> Path:
     """
     from embedtrain.commands.synthesize.asker import open_answers, open_asker
     from embedtrain.commands.synthesize.writing import synthesize
+    from embedtrain.distributed.signals import report_early_stop
     from embedtrain.distributed.world import joined_world
     from embedtrain.inference.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
@@ -198,7 +199,7 @@ def run(options: SynthesizeOptions, signals: "StopSignals") -> Path:
         open_answers(expand_user(options.output_dir), world, **limits) as answers,
     ):
         console = Console(enabled=world.is_main)
-        if world.watchdog is not None:
+        if world.watchdog is not None and signals.report is report_early_stop:  # else that of a pipeline
             signals.report = world.watchdog.end_after_signal
         with console.progress() as progress:
             asker = open_asker(options.writer, answers, signals=signals, progress=progress)

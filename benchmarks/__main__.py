@@ -26,7 +26,7 @@ TABLES = (
     "startup",
 )
 # Slow; page_steps needs colpali-engine, data_memory and scale a lot of disk space as well, defaults other data sets.
-ON_DEMAND = ("page_steps", "data_memory", "pipeline_ablation", "scale", "many_ranks", "defaults")
+ON_DEMAND = ("page_steps", "data_memory", "pipeline_ablation", "synthetic_rows", "scale", "many_ranks", "defaults")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from benchmarks import late_interaction, memory_traffic, pipeline_ablation, reranking, scale, sparse
+from benchmarks import late_interaction, memory_traffic, pipeline_ablation, reranking, scale, sparse, synthetic_rows
 from benchmarks.comparison import Batches, StepResults, comparison_cells, make_step_context
 from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import expected
@@ -28,6 +28,7 @@ from benchmarks.inputs import MINILM
 from benchmarks.measure import ROUNDS, Timed, WrongResult
 from benchmarks.products import Products
 from benchmarks.workloads import Workload, descriptions, equal_lengths, load_rows, question_passage, short_pairs, web
+from embedtrain.commands.synthesize.prompts import Prompts
 from embedtrain.config.evaluation import ScanDtype
 from embedtrain.config.recipe import SELECTIVE, Precision
 from embedtrain.data.tokens import TextTokenizer
@@ -279,6 +280,27 @@ def test_repetitions_of_the_ablation_differ_in_their_seeds() -> None:
         assert first[name]["seed"] == first[original]["seed"] != second[name]["seed"]
         assert "repeat" not in first[name]
     assert first["tuned"]["loss"] == second["tuned"]["loss"] == second["without-mining"]["loss"]
+
+
+def test_the_rule_reads_the_document_of_a_prompt() -> None:
+    """And writes lines like its synopsis, as the language model of the table of synthetic rows."""
+    description = (
+        "Zstd is a fast compressor, which reaches good ratios.\n\nIt has a long history.\n"
+        "This package contains the command line tools and their manual."
+    )
+    prompt = Prompts(None).render("title", documents=[description], count=2, examples=[])
+    body = {"messages": [{"role": message.role, "content": message.content} for message in prompt]}
+    queries = ["fast compressor", "command line tools and their manual"]
+    assert json.loads(synthetic_rows.answer(body)) == {"queries": queries}
+    assert synthetic_rows.synopses("metapackage") == ["metapackage"]
+
+
+def test_the_table_of_synthetic_rows_compares_the_runs_of_each_seed() -> None:
+    names = [name for _, name, _ in synthetic_rows.ROWS]
+    results = [{name: base + 0.1 * names.index(name) for name in names} for base in (0.1, 0.2, 0.3)]
+    rows = [line.split(" | ") for line in synthetic_rows.table(results).splitlines()[2:]]
+    assert [row[1] for row in rows[:2]] == ["0.2000 ± 0.1000", "0.3000 ± 0.1000"]
+    assert rows[3][2:] == ["trained further on synthetic rows", "+0.1000 ± 0.0000 |"]
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ PUBLISHED = {
     "mdenseon": {"jhu-clsp/mmBERT-base": "modernbert", "Snowflake/snowflake-arctic-embed-l-v2.0": "xlm-roberta"},
     "mlateon": {"jhu-clsp/mmBERT-base": "modernbert", "Snowflake/snowflake-arctic-embed-l-v2.0": "xlm-roberta"},
     "nemotron_3_embed_1b": {"meta-llama/Llama-3.2-1B": "llama", "nvidia/llama-embed-nemotron-8b": "llama"},
+    "pplx_embed": {"Qwen/Qwen3-0.6B-Base": "qwen3"},
     "qwen3_embedding": {"Qwen/Qwen3-0.6B-Base": "qwen3"},
 }
 # Directories of sentence-transformers; the others have no pooling.
@@ -57,6 +58,7 @@ DATA = {
     "mdenseon": ("weak", "labelled"),
     "mlateon": ("weak", "labelled"),
     "nemotron_3_embed_1b": ("train",),
+    "pplx_embed": ("pairs", "documents", "triplets"),
     "qwen3_embedding": ("synthetic", "labelled"),
 }
 LATE_INTERACTION = ("colbert_zero", "lateon", "mlateon")
@@ -101,6 +103,7 @@ SIZES: dict[str, dict[str, object]] = {
         "stages.mined.rank_max": 20, "stages.mined.relative_margin": None, "stages.weak.optim.schedule_steps": 5,
     },
     "nemotron_3_embed_1b": {},
+    "pplx_embed": {},
     "qwen3_embedding": {"stages.good.min_score": 0},
 }  # fmt: skip
 
@@ -128,6 +131,8 @@ def write_inputs(name: str, folder: Path) -> None:
                 row: dict[str, Any] = {"query": query, "pos": [f"{query} {text(number + 50, 2)}"], "neg": negatives}
                 if source == "scored":
                     row |= {"pos_scores": [1.0], "neg_scores": [i / 48 for i in range(24)]}
+                if source == "documents":
+                    row = {"query": query, "pos": [{"chunks": [text(number, 5), *row["pos"]], "chunk": 1}]}
                 lines.append(json.dumps(row))
             (folder / "data" / source / f"rows-{part}.jsonl").write_text("\n".join(lines))
     write_beir(folder / "data" / "dev", 12)

@@ -56,9 +56,7 @@ class Dense(BackboneKind):
         return f"{pictures}{pooling}{heads}{', normalised' if vectors.normalize else ''}{similarity}"
 
     def compared_settings(self, source: "ModelSource") -> dict[str, Any]:
-        """How pictures are read, and what stands around items; whether documents are in chunks."""
-        if source.vectors.late_chunking:
-            return {"late chunking": True}
+        """How pictures are read, and what stands around items."""
         if not _reads_pictures(source):
             return super().compared_settings(source)
         vision = source.settings

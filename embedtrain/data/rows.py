@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from embedtrain.config.recipe import DataConfig
 from embedtrain.config.validation import TEXT_ALONE
+from embedtrain.data.images.item import without_answers
 from embedtrain.errors import ConfigError
 
 T = TypeVar("T")
@@ -270,8 +271,11 @@ class TextFormat:
 
 
 def text_key(text: str) -> int:
-    """A 63-bit hash of a text: BLAKE2b (RFC 7693) of its UTF-8 bytes, truncated, without the sign bit."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    """A 63-bit hash of a text: BLAKE2b (RFC 7693) of its UTF-8 bytes, truncated, without the sign bit.
+
+    Which chunk of a document answers the query of its row does not count.
+    """
+    digest = hashlib.blake2b(without_answers(text).encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

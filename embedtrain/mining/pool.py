@@ -20,6 +20,7 @@ from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache, map_array, write_array
 from embedtrain.data.cache.document_store import MappedTexts, know_pictures
 from embedtrain.data.cache.row_store import ArrowRows, RowStore, read_sources
+from embedtrain.data.images.item import without_answers
 from embedtrain.data.rows import Example, TextFormat, text_keys
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.part_reader import PartPiece, PartReader, require_image_columns
@@ -206,8 +207,8 @@ def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, Document
         texts: list[str] = []
         ids: list[str] = []
         for positives, negatives, positive_ids, negative_ids in zip(*columns, strict=True):
-            texts += positives
-            texts += negatives
+            texts += map(without_answers, positives)
+            texts += map(without_answers, negatives)
             if has_ids:
                 ids += positive_ids or [""] * len(positives)
                 ids += negative_ids or [""] * len(negatives)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from embedtrain import evaluate, load_encoder
+from embedtrain import evaluate, load_encoder, mine
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.images.item import join_chunks
 from embedtrain.errors import ConfigError, DataError, ModelError
@@ -111,3 +111,26 @@ def test_a_model_of_whole_texts_reads_no_chunks(tmp_path):
         encoder.encode_chunks([["alpha", "beta"]])
     with pytest.raises(ModelError, match=r"in chunks .* model\.chunking\.late=true"):
         evaluate(str(model), [str(write_set(tmp_path / "dev"))], pooling="mean", quiet=True)
+
+
+def test_mined_negatives_are_other_documents_in_chunks(model, tmp_path):
+    """The document of a positive is in the corpus as well, without the number of the chunk that answers."""
+    folder = write_set(tmp_path / "dev")
+    rows = []
+    for query, chunk in QUERIES.items():
+        document, _, number = chunk.partition("#")
+        rows.append({"query": words(query), "pos": [{"chunks": DOCUMENTS[document], "chunk": int(number)}]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mine(
+        str(model), str(tmp_path / "rows.jsonl"), str(tmp_path / "mined"), corpus=str(folder / "corpus.jsonl"),
+        pooling="mean", negatives=20, rank_max=24, relative_margin=None, quiet=True,
+    )  # fmt: skip
+    (path,) = (tmp_path / "mined").glob("*.jsonl")
+    mined = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["query"] for row in mined] == [row["query"] for row in rows]
+    for row, before in zip(mined, rows, strict=True):
+        chunks = before["pos"][0]["chunks"]
+        assert row["pos"] == (before["pos"] if len(chunks) > 1 else chunks)
+        negatives = [negative["chunks"] if isinstance(negative, dict) else [negative] for negative in row["neg"]]
+        assert all(set(negative) == {"chunks"} for negative in row["neg"] if isinstance(negative, dict))
+        assert len(negatives) == 20 and chunks not in negatives and any(len(negative) > 1 for negative in negatives)

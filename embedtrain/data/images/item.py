@@ -63,7 +63,12 @@ def join_parts(parts: Iterable[str | Picture]) -> str:
 
 
 def join_chunks(chunks: Sequence[str], answers: Sequence[int] = ()) -> str:
-    """The item of a document in chunks, of which `answers` have the numbers of those that answer a query."""
+    """The item of a document in chunks, of which `answers` have the numbers of those that answer a query.
+
+    A document of one chunk is the text.
+    """
+    if len(chunks) == 1:
+        return plain(chunks[0])
     return "".join((_ANSWER if i in answers else _CHUNK) + plain(chunk) for i, chunk in enumerate(chunks))
 
 
@@ -84,6 +89,11 @@ def chunks_of(item: str) -> tuple[list[str], list[int]]:
         return [before], []
     chunks = parts[1::2]
     return [before + chunks[0], *chunks[1:]], [i for i, mark in enumerate(parts[::2]) if mark == _ANSWER]
+
+
+def without_answers(item: str) -> str:
+    """A document in chunks, none of which is said to answer a query."""
+    return item.replace(_ANSWER, _CHUNK) if MARK in item else item
 
 
 def described(item: str) -> str:

@@ -94,6 +94,8 @@ class LocalBackend:
 
     def run(self, work: Work) -> None:
         """Write, a group at a time; near the end of a budget, a text at a time."""
+        if self._world.device.type == "cuda":
+            torch.cuda.set_device(self._world.device)  # each thread has its own, and this is not the main one
         queue: list[tuple[list[Task], list[list[int]], Any]] = []
         for group in sorted(work.groups, key=lambda group: min(task.position for task in group)):
             prompts = self._prompts.of([task.request for task in group])

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from embedtrain.commands.synthesize import api
-from embedtrain.commands.synthesize.asker import open_answers, open_asker
-from embedtrain.commands.synthesize.store import AnswerLog
+from embedtrain.commands.synthesize.asker import AnswerLog, open_answers, open_asker
 from embedtrain.commands.synthesize.types import (
     Answer,
     Message,

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from embedtrain.commands.synthesize.store import Attempt, Task, Work
 from embedtrain.commands.synthesize.types import Answer, Request, WriterConfig, is_loopback
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.utils.formatting import format_duration, install_command, printable
 
 if TYPE_CHECKING:
+    from embedtrain.commands.synthesize.asker import Attempt, Task, Work
     from embedtrain.distributed.world import World
 
 # Seconds before a repetition: doubled each time. A server that asks for more than the last is not waited for.
@@ -82,11 +82,11 @@ class ApiBackend:
         """By the number of bytes."""
         return -(-_num_bytes(request) // _BYTES_PER_TOKEN)
 
-    def run(self, work: Work) -> None:
+    def run(self, work: "Work") -> None:
         """Ask all tasks of this rank."""
         asyncio.run(self._run(work))
 
-    async def _run(self, work: Work) -> None:
+    async def _run(self, work: "Work") -> None:
         import openai
 
         # A client that trusts the environment would take proxies and passwords from it as well.
@@ -166,7 +166,7 @@ class _Dialect:
 class _Conversation:
     """The requests of one call of `ask`, on one rank."""
 
-    def __init__(self, backend: ApiBackend, client: Any, work: Work) -> None:
+    def __init__(self, backend: ApiBackend, client: Any, work: "Work") -> None:
         self._client, self._work = client, work
         self._writer, self._option, self._key = backend._writer, backend._option, backend._key
         self._dialect, self._workers = backend._dialect, backend.workers
@@ -175,14 +175,14 @@ class _Conversation:
         self._next = 0.0  # when the next request may be sent
         self._num_refused = self._num_failed = 0  # in a row
 
-    async def ask(self, task: Task) -> None:
+    async def ask(self, task: "Task") -> None:
         """Ask until there is an answer, or none can be expected. After an error, those in flight may end."""
         try:
             await self._ask(task)
         except Exception as error:
             self._work.stop(error)
 
-    async def _ask(self, task: Task) -> None:
+    async def _ask(self, task: "Task") -> None:
         most = _num_bytes(task.request) + _TOKENS_OF_REQUEST + task.request.max_new_tokens
         level = num_failed = 0
         reserved = self._work.reserve([task], most)
@@ -218,7 +218,7 @@ class _Conversation:
             await self._sleep(max(wait, min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** (num_failed - 1)) * spread))
             reserved = self._work.reserve([task], most)
 
-    async def _attempt(self, task: Task, most: int, level: int) -> _Problem | None:
+    async def _attempt(self, task: "Task", most: int, level: int) -> _Problem | None:
         """Send a request that may be sent; None if nothing is left to do."""
         await self._wait_for_turn(task.request)
         if self._work.is_stopping:
@@ -230,7 +230,7 @@ class _Conversation:
             return None
         return problem
 
-    async def _send(self, attempt: Attempt, level: int) -> _Problem | EmbedtrainError | None:
+    async def _send(self, attempt: "Attempt", level: int) -> _Problem | EmbedtrainError | None:
         """Send a request; returns None with an answer, an error of the command, or what to do, why and when."""
         import openai
 
@@ -256,7 +256,7 @@ class _Conversation:
             return "failed", self._sentence(str(error)), 0.0
         return None
 
-    def _answer(self, attempt: Attempt, content: bytes, level: int) -> None:
+    def _answer(self, attempt: "Attempt", content: bytes, level: int) -> None:
         """Keep the answer."""
         request = attempt.task.request
         try:
@@ -273,7 +273,7 @@ class _Conversation:
         else:
             self._work.answer(attempt, answer, is_counted=is_counted)
 
-    def _refusal(self, attempt: Attempt, error: Any, body: dict[str, Any], level: int) -> _Problem | EmbedtrainError:
+    def _refusal(self, attempt: "Attempt", error: Any, body: dict[str, Any], level: int) -> _Problem | EmbedtrainError:
         """What to do about a status other than 200."""
         status: int = error.status_code
         message = self._sentence(_server_message(error))
@@ -318,13 +318,13 @@ class _Conversation:
             return f"; look at {self._option}.url, which often ends with /v1, and {self._option}.model"
         return ""
 
-    def _refuse(self, task: Task, message: str) -> None:
+    def _refuse(self, task: "Task", message: str) -> None:
         self._num_refused += 1
         if self._num_refused >= _MOST_REFUSED and not self._dialect.has_answered:
             self._work.stop(EmbedtrainError(f"{self._where} has refused {self._num_refused} requests: {message}"))
         self._work.refuse(task, message)
 
-    def _give_up(self, task: Task, kind: str, message: str, num_failed: int) -> None:
+    def _give_up(self, task: "Task", kind: str, message: str, num_failed: int) -> None:
         """After all repetitions: end the command if the reason is not the request."""
         self._num_failed += 1
         if kind != "failed" or self._num_failed >= _MOST_FAILED or not self._dialect.has_answered:

@@ -22,7 +22,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from embedtrain.commands.synthesize.store import Task, Work
 from embedtrain.commands.synthesize.types import Answer, Request, WriterConfig
 from embedtrain.config.recipe import Precision
 from embedtrain.distributed.device import explain_out_of_memory
@@ -44,6 +43,7 @@ from embedtrain.utils.files import Checksums, checksum_of, expand_user
 from embedtrain.utils.formatting import one_line
 
 if TYPE_CHECKING:
+    from embedtrain.commands.synthesize.asker import Task, Work
     from embedtrain.distributed.world import World
 
 _RENDER_SECONDS = 30.0
@@ -92,7 +92,7 @@ class LocalBackend:
         """Exactly."""
         return len(self._prompts.of([request])[0])
 
-    def run(self, work: Work) -> None:
+    def run(self, work: "Work") -> None:
         """Write, a group at a time; near the end of a budget, a text at a time."""
         if self._world.device.type == "cuda":
             torch.cuda.set_device(self._world.device)  # each thread has its own, and this is not the main one
@@ -112,7 +112,7 @@ class LocalBackend:
                     if not task.is_known and self._reserve(work, [task], [prompt]).result():
                         self._write(work, [task], [prompt])
 
-    def _fits(self, work: Work, task: Task, prompt: list[int]) -> bool:
+    def _fits(self, work: "Work", task: "Task", prompt: list[int]) -> bool:
         """Whether the model has positions for the prompt and the answer; otherwise the task gets its reply."""
         needed = len(prompt) + task.request.max_new_tokens
         fits = len(prompt) > 0 and (not self._positions or needed <= self._positions)
@@ -124,7 +124,7 @@ class LocalBackend:
             )
         return fits
 
-    def _reserve(self, work: Work, tasks: list[Task], prompts: list[list[int]]) -> Any:
+    def _reserve(self, work: "Work", tasks: "list[Task]", prompts: list[list[int]]) -> Any:
         own = [
             (task, len(prompt) + task.request.max_new_tokens)
             for task, prompt in zip(tasks, prompts, strict=True)
@@ -132,7 +132,7 @@ class LocalBackend:
         ]
         return work.reserve([task for task, _ in own], sum(tokens for _, tokens in own))
 
-    def _write(self, work: Work, tasks: list[Task], prompts: list[list[int]]) -> None:
+    def _write(self, work: "Work", tasks: "list[Task]", prompts: list[list[int]]) -> None:
         """Write the answers to a group, of which all are computed, so that each is what it always is."""
         own = [task for task in tasks if not task.is_known]
         most = {
@@ -158,7 +158,7 @@ class LocalBackend:
         return Answer(text, len(prompt), len(kept) + (end is not None), "length" if end is None else "stop")
 
     @torch.inference_mode()
-    def _generate(self, tasks: list[Task], prompts: list[list[int]]) -> list[list[int]]:
+    def _generate(self, tasks: "list[Task]", prompts: list[list[int]]) -> list[list[int]]:
         """The tokens that follow each prompt."""
         device, longest = self._world.device, max(map(len, prompts))
         pad = self._sampling.pad
@@ -221,7 +221,7 @@ class _Sampler(LogitsProcessor):  # type: ignore[misc]
     texts beside it nor on the rank.
     """
 
-    def __init__(self, tasks: Sequence[Task], sampling: _Sampling, device: torch.device) -> None:
+    def __init__(self, tasks: "Sequence[Task]", sampling: _Sampling, device: torch.device) -> None:
         self._warpers = sampling.warpers
         self._rows = [index for index, task in enumerate(tasks) if task.request.temperature > 0]
         sampled = [tasks[index] for index in self._rows]

@@ -1,8 +1,9 @@
 """Options of evaluation: the sets, their metrics, and how texts are encoded and searched."""
 
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -220,6 +221,65 @@ class EvaluationSet(DataPath):
     # classification: training texts per class; null, and always with classifier=centroid: all
     samples_per_label: int | None = option(8, at_least=1, hint="null takes all texts of each class")
     experiments: int = option(10, at_least=1)  # classification and clustering: number of random draws to average
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A benchmark of mteb under a short name, of which the tasks with public data are run."""
+
+    benchmark: str  # its name in mteb
+    quoted: str  # what people quote of it, in words
+
+
+NANOBEIR = "nanobeir"
+SUITES = {
+    NANOBEIR: Suite("NanoBEIR", "mean nDCG@10 of 13 tasks"),
+    "rteb": Suite("RTEB(beta)", "mean nDCG@10 of the public tasks"),
+    "bright": Suite("BRIGHT", "mean nDCG@10 of 12 subsets"),
+    "mteb_en": Suite("MTEB(eng, v2)", "mean of 41 tasks, and mean of the means of 7 types of tasks"),
+    "mmteb_multi": Suite("MTEB(Multilingual, v2)", "mean of 131 tasks, and mean of the means of 9 types of tasks"),
+    "vidore": Suite("ViDoRe(v3)", "mean nDCG@10 of the public tasks"),
+}
+# Those of NanoBEIR, as `sets: [nanobeir]` names them; mteb's copies on the Hub are mteb/NanoNAMERetrieval.
+_NANOBEIR_SETS = (
+    "ArguAna", "ClimateFever", "DBPedia", "FEVER", "FiQA2018", "HotpotQA", "MSMARCO", "NFCorpus", "NQ", "Quora",
+    "SCIDOCS", "SciFact", "Touche2020",
+)  # fmt: skip
+
+
+def with_suites(sets: Sequence[EvaluationSet]) -> list[EvaluationSet]:
+    """The sets, with each one whose path is `nanobeir` replaced by those of NanoBEIR, which get its options.
+
+    A file or folder of this name is itself.
+    """
+    expanded: list[EvaluationSet] = []
+    for each in sets:
+        if each.path != NANOBEIR or os.path.lexists(NANOBEIR):
+            expanded.append(each)
+            continue
+        for name in ("name", "config", "split", "revision", "qrels_revision", "candidates", "train"):
+            if getattr(each, name) is not None:
+                raise ConfigError(
+                    f"sets, {NANOBEIR}: {name}={getattr(each, name)}: is of one set, and these are "
+                    f"{len(_NANOBEIR_SETS)}; write the path of one, such as mteb/NanoSciFactRetrieval"
+                )
+        paths = (f"mteb/Nano{name}Retrieval" for name in _NANOBEIR_SETS)
+        expanded += [replace(each, path=path, split="train", kind=SetKind.retrieval) for path in paths]
+    return expanded
+
+
+def parse_suites(value: Any, option: str = "suite") -> list[str]:
+    """Names of suites, one or a list. Raises a ConfigError for other names."""
+    names = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{option}={value!r}: must be names of suites: {', '.join(SUITES)}")
+    for name in names:
+        if name not in SUITES:
+            raise ConfigError(
+                f"{option}={name}: is no suite; write one of {', '.join(SUITES)}, or mteb=[{name}] for a task or "
+                "benchmark of mteb"
+            )
+    return list(dict.fromkeys(names))
 
 
 _PRECISION = "(?:float|int8|uint8|binary)"

@@ -729,7 +729,7 @@ EVALUATORS = (
     ),
     Row(
         "NanoBEIREvaluator",
-        "a benchmark of MTEB: `embedtrain evaluate model=runs/NAME/model mteb=[NanoBEIR]`",
+        "`evaluation.sets=[nanobeir]`, or `embedtrain evaluate model=runs/NAME/model suite=nanobeir`",
         also="NanoBEIR nano_beir",
     ),
     Row(

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from embedtrain.config.columns import DataPath
-from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, VectorFormat, check_vector_format
+from embedtrain.config.evaluation import EvaluationConfig, EvaluationSet, VectorFormat, check_vector_format, with_suites
 from embedtrain.config.hydra_files import GROUPS, choices
 from embedtrain.config.kind_settings import HeadConfig
 from embedtrain.config.loss_checks import check_loss_name
@@ -76,6 +76,11 @@ def parse_items(value: Any, kind: type[Item], option: str) -> list[Item]:
             raise ConfigError(f"{option}[{index}] has no `path`")
         items.append(merge_options(kind, mapping, f"{option}[{index}]"))
     return items
+
+
+def parse_sets(value: Any, option: str) -> list[EvaluationSet]:
+    """Evaluation sets, as `parse_items`; `nanobeir` is those of NanoBEIR."""
+    return with_suites(parse_items(value, EvaluationSet, option))
 
 
 def parse_sources(value: Any, option: str, loss: LossConfig) -> list[TrainSource]:
@@ -150,7 +155,7 @@ def parse_vector_format(value: Any, option: str) -> VectorFormat:
 
 def parse_evaluation(evaluation: EvaluationConfig) -> None:
     """Turn the elements of its lists into dataclasses."""
-    evaluation.sets = parse_items(evaluation.sets, EvaluationSet, "evaluation.sets")
+    evaluation.sets = parse_sets(evaluation.sets, "evaluation.sets")
     evaluation.vectors = parse_vectors(evaluation.vectors, "evaluation.vectors")
 
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from embedtrain.commands.evaluate import mteb_client
+from embedtrain.commands.evaluate import mteb_channel
 from embedtrain.commands.evaluate.mteb_client import EvaluatedModel, check_tasks, run_tasks
 from embedtrain.config.recipe import Precision
 from embedtrain.data.images.files import PICTURES, header_of
@@ -78,7 +78,7 @@ def run_pages(world, directory, folder, copies, kind="dense", picture_bytes=1 <<
     with world.fail_together("comparing"):
         check_tasks(tasks, model.tokenizer.layout)
     evaluated = EvaluatedModel(encoder, model.source, str(directory), identity)
-    with mock.patch.object(mteb_client, "_PICTURE_BYTES_PER_COMMAND", picture_bytes):
+    with mock.patch.object(mteb_channel, "_PICTURE_BYTES_PER_COMMAND", picture_bytes):
         results = run_tasks(tasks, evaluated, Console(enabled=False), Path(folder))
     return results.metrics, results.failures
 

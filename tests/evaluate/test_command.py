@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from embedtrain.config.parsing import parse_sets
 from tests.commands import ENVIRONMENT, call
 from tests.small import save_guide, small_model, text, write_beir
 
@@ -88,6 +90,44 @@ def test_sets_and_mteb_together(workshop, monkeypatch):
     for name, row in rows(workshop / "one").items():
         assert row.pop("dataset") == actual[name].pop("dataset")
         assert row == pytest.approx(actual[name], abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_a_suite_of_mteb_and_the_same_sets(workshop, tmp_path, monkeypatch):
+    """NanoBEIR from local copies, by mteb and as evaluation sets; what the Hub has to deliver without one of them."""
+    monkeypatch.setitem(ENVIRONMENT, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    names = [each.path for each in parse_sets("nanobeir", "sets")]
+    for number, name in enumerate(names):
+        folder = tmp_path / name
+        documents = [{"_id": f"d{i}", "title": "", "text": text(i + number, 6)} for i in range(20)]
+        write_lines(folder / "corpus.jsonl", documents)
+        write_lines(folder / "queries.jsonl", [{"_id": f"q{i}", "text": text(i + number, 3)} for i in range(5)])
+        judged = [{"query-id": f"q{i}", "corpus-id": f"d{(i + number) % 20}", "score": 1} for i in range(5)]
+        write_lines(folder / "qrels.jsonl", judged)
+        (folder / "README.md").write_text(
+            NFCORPUS.replace("split: corpus", "split: train")
+            .replace("split: queries", "split: train")
+            .replace("split: test", "split: train")
+        )
+    common = [MODULE, f"model={workshop / 'guide'}"]
+    printed = call(*common, "suite=nanobeir", "output_dir=mteb-run", ranks=2, cwd=tmp_path)
+    assert "suite nanobeir: NanoBEIR of mteb, mean nDCG@10 of 13 tasks" in printed
+    figures = rows(tmp_path / "mteb-run")
+    assert len(figures) == 14
+    of_tasks = {name: figures[name.removeprefix("mteb/")]["ndcg_at_10"] for name in names}
+    assert figures["nanobeir"]["ndcg_at_10"] == pytest.approx(np.mean(list(of_tasks.values())), abs=1e-9)
+    assert figures["nanobeir"]["dataset"]["kind"] == "mean"
+    assert re.search(r"^ +nanobeir +mean +[.\d]+$", printed, re.MULTILINE), printed
+    call(*common, "sets=[nanobeir]", "output_dir=sets-run", cwd=tmp_path)
+    of_sets = rows(tmp_path / "sets-run")
+    for name, figure in of_tasks.items():
+        assert of_sets[name.removeprefix("mteb/")]["ndcg@10"] == pytest.approx(figure, abs=1e-4), name  # mteb rounds
+    shutil.rmtree(tmp_path / names[3])
+    printed = call(*common, "suite=nanobeir", "output_dir=less", cwd=tmp_path, code=1)
+    (sentence,) = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert "1 of mteb's tasks could not be run: " in sentence
+    assert f"The Hub has to deliver {names[3]}: connect, or fetch" in sentence
+    assert "nanobeir" not in rows(tmp_path / "less"), "no mean of a part"
 
 
 @pytest.mark.parametrize(

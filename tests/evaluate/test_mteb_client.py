@@ -12,7 +12,9 @@ import torch
 from mteb.types import PromptType
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
-from embedtrain.commands.evaluate.mteb_client import MtebSettings, ShardedModel, benchmark_means, resolve_tasks
+from embedtrain.commands.evaluate.mteb_client import MtebSettings, ShardedModel, _key, benchmark_means, resolve_tasks
+from embedtrain.config.evaluation import SUITES, parse_suites
+from embedtrain.config.parsing import parse_sets
 from embedtrain.data.types import TextRole
 from embedtrain.errors import ConfigError
 from tests.evaluate.mteb_ranks import run, run_and_fail
@@ -129,12 +131,78 @@ def test_names_of_tasks_and_benchmarks():
 
 
 def test_the_figure_of_a_benchmark_is_the_mean_of_its_tasks():
-    tasks = [task.metadata.name for task in resolve_tasks(["ViDoRe(v2)"])]
-    metrics = {name: {"ndcg_at_5": number / 10} for number, name in enumerate(tasks)}
+    scores = scores_of(resolve_tasks(["ViDoRe(v2)"]))
     names = ["STS12", "ViDoRe(v2)", "ViDoRe(v1)"]
-    means = benchmark_means(names, metrics | {"STS12": {"cosine_spearman": 0.5}})
+    means = benchmark_means(names, scores | scores_of(resolve_tasks(["STS12"])))
     assert means == {"ViDoRe(v2)": {"ndcg_at_5": pytest.approx(0.15)}}
-    assert not benchmark_means(names, {name: metrics[name] for name in tasks[1:]}), "a task has no figure"
+    assert not benchmark_means(names, dict(list(scores.items())[1:])), "a task has no figure"
+
+
+def scores_of(tasks: list) -> dict:
+    """0, 0.1, 0.2, ... by the key of the task."""
+    return {_key(task): (task.metadata.main_score, number / 10) for number, task in enumerate(tasks)}
+
+
+def test_benchmarks_of_several_types_have_two_means():
+    """Those of mteb's leaderboard. A task that two benchmarks have with other languages is another task."""
+    benchmark = mteb.get_benchmark("MTEB(eng, v2)")
+    scores = scores_of(list(benchmark.tasks))
+    results = [
+        SimpleNamespace(get_score=lambda score=score: score, task=task)
+        for task, (_, score) in zip(benchmark.tasks, scores.values(), strict=True)
+    ]
+    expected = {}
+    for aggregation in benchmark.aggregations:
+        expected |= aggregation.aggregate(results)
+    other = {(name, ("other",), splits): (metric, -1.0) for (name, _, splits), (metric, _) in scores.items()}
+    means = benchmark_means(["MTEB"], scores | other, ["mteb_en", "rteb"])
+    both = means.pop("mteb_en")
+    assert both == pytest.approx({"mean_task": expected["Mean(Task)"], "mean_task_type": expected["Mean(TaskType)"]})
+    assert len(means) == 7
+    assert means["mteb_en/Retrieval"] == {"ndcg_at_10": pytest.approx(expected["Retrieval"])}
+    assert means["mteb_en/STS"] == {"cosine_spearman": pytest.approx(expected["STS"])}
+    assert means["mteb_en/Reranking"] == {"main_score": pytest.approx(expected["Reranking"])}, "of two metrics"
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suites_have_the_public_tasks_of_benchmarks(suite):
+    benchmark, tasks = mteb.get_benchmark(SUITES[suite].benchmark), resolve_tasks([], suites=[suite])
+    private = [task.metadata.name for task in benchmark.tasks if task.metadata.is_public is False]
+    assert len(tasks) == len(benchmark.tasks) - len(private)
+    assert not {task.metadata.name for task in tasks} & set(private)
+    if suite in ("rteb", "vidore"):
+        assert private
+    means = benchmark_means([], scores_of(tasks), [suite])
+    mixed = suite in ("mteb_en", "mmteb_multi")
+    assert means[suite].keys() == ({"mean_task", "mean_task_type"} if mixed else {"ndcg_at_10"})
+    numbers = [int(word) for word in SUITES[suite].quoted.split() if word.isdigit()]
+    subsets = sum(len(task.hf_subsets) for task in tasks)
+    kinds = len({task.metadata.type for task in tasks})
+    assert set(numbers) <= {len(tasks), kinds, subsets}, "what its description says"
+
+
+def test_names_of_suites():
+    assert parse_suites("rteb") == parse_suites(["rteb", "rteb"]) == ["rteb"]
+    assert parse_suites(None) == []
+    for value in ("beir", ["rteb", "NanoBEIR"], 3):
+        with pytest.raises(ConfigError, match=r"suite=.*nanobeir, rteb, bright, mteb_en, mmteb_multi, vidore"):
+            parse_suites(value)
+    with pytest.raises(ConfigError, match="suite=rteb: is also the name of an evaluation set"):
+        resolve_tasks([], ["rteb"], ["rteb"])
+
+
+def test_sets_of_nanobeir_are_those_of_mteb(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    sets = parse_sets(["dev", {"path": "nanobeir", "query_prompt": "q: ", "metrics": ["ndcg@10"]}], "sets")
+    assert [each.path for each in sets[1:]] == [
+        task.metadata.dataset["path"] for task in mteb.get_benchmark("NanoBEIR").tasks
+    ]
+    assert {each.split for each in sets[1:]} == {"train"}
+    assert {each.query_prompt for each in sets[1:]} == {"q: "}
+    with pytest.raises(ConfigError, match="nanobeir: name=x: "):
+        parse_sets([{"path": "nanobeir", "name": "x"}], "sets")
+    (tmp_path / "nanobeir").mkdir()
+    assert [each.path for each in parse_sets("nanobeir", "sets")] == ["nanobeir"], "a folder of this name is itself"
 
 
 @pytest.mark.parametrize(

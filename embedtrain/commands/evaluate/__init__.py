@@ -25,16 +25,16 @@ from embedtrain.config.evaluation import (
     BM25,
     MODEL,
     Backend,
-    EvaluationSet,
     SetKind,
     VectorFormat,
     check_index,
     check_truncate_dims,
+    parse_suites,
 )
 from embedtrain.config.kind_settings import check_hybrid_weights
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.options import option
-from embedtrain.config.parsing import parse_items, parse_vectors
+from embedtrain.config.parsing import parse_sets, parse_vectors
 from embedtrain.config.paths import require_models, require_sets
 from embedtrain.config.validation import OptionChecks
 from embedtrain.utils.files import expand_user
@@ -66,16 +66,17 @@ _NOT_OF_GRAPHS = ("adapter", "pooling", "normalize", "precision", "unshard")
 HELP = f"""embedtrain evaluate: measure a model on evaluation sets or on tasks of MTEB
 
   embedtrain evaluate model=DIR sets=[PATH,...] [option=value ...]
-  embedtrain evaluate model=DIR mteb=[TASK,...]
+  embedtrain evaluate model=DIR suite=nanobeir
   embedtrain evaluate [model=DIR] reranker=DIR sets=[PATH,...]
   torchrun --nproc-per-node 8 -m embedtrain evaluate model=DIR sets=[PATH,...]
 
 PATH: a BEIR folder, a table (scored or labelled pairs, ...), the id of a Hub
 data set, or a mapping: sets='[{{path: DIR, kind: reranking, metrics: [map]}}]'.
-TASK: a task or benchmark of mteb (pip install 'embedtrain[mteb]').
+Also suite=rteb, bright, mteb_en, mmteb_multi or vidore, and tasks of mteb by
+name: mteb=[TASK,...] (pip install 'embedtrain[mteb]').
 
-{{options: model! sets mteb reranker subset metrics truncate_dims vectors
-  max_length precision output_dir save_runs vectors_dir}}
+{{options: model! sets suite mteb reranker subset metrics truncate_dims vectors
+  max_length precision output_dir save_runs}}
 
 {LAUNCH_HELP}
 
@@ -92,6 +93,9 @@ class EvaluateOptions(
     # one, else BM25. Sets with candidates of their own have no other first stage.
     first_stage: list[str] | None = None
     mteb: list[str] = field(default_factory=list)  # names of tasks or benchmarks of mteb
+    # One or several of nanobeir, rteb, bright, mteb_en, mmteb_multi and vidore: the tasks of a benchmark of mteb whose
+    # data is public, and the mean that people quote.
+    suite: Any = None
     # module:function, called with the encoder after the sets; its metrics are a set of the function's name.
     function: str | None = code_option(None)
     # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
@@ -122,9 +126,10 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     check = OptionChecks(options)
     check.require(bool(options.model or options.reranker), "model", "is missing; write a model directory or a Hub id")
     check.require(
-        bool(options.sets or options.mteb or options.function),
+        bool(options.sets or options.mteb or options.suite or options.function),
         "sets",
-        "nothing to evaluate on; write sets=[PATH,...] (directories, tables or Hub data sets), or mteb=[TASK,...]",
+        "nothing to evaluate on; write sets=[PATH,...] (directories, tables or Hub data sets), mteb=[TASK,...] or "
+        "suite=NAME",
     )
     check.require(options.function is None or is_code_path(options.function), "function", "must be module:function")
     check_sets(options.sets, "sets")
@@ -164,7 +169,8 @@ def _check_reranker(options: EvaluateOptions, check: OptionChecks) -> None:
         bool(options.model) or MODEL not in stages, "first_stage", "needs a model; write model=DIR, or [bm25]"
     )
     message = "needs a model; write model=DIR: a reranker alone measures sets"
-    check.require(bool(options.model) or not options.mteb, "mteb", message)
+    for name in ("mteb", "suite"):
+        check.require(bool(options.model) or not getattr(options, name), name, message)
     if not options.model:
         for name in OF_MODELS:
             check.require(
@@ -176,7 +182,8 @@ def compose(arguments: list[str]) -> EvaluateOptions:
     """The options, checked."""
     options = compose_command("evaluate", EvaluateOptions, arguments, HELP, _check_use)
     options.output_dir = options.output_dir or OUTPUT_DIR
-    options.sets = parse_items(options.sets, EvaluationSet, "sets")
+    options.sets = parse_sets(options.sets, "sets")
+    options.suite = parse_suites(options.suite)
     options.vectors = parse_vectors(options.vectors, "vectors")
     options.reranker = parse_reranker(options.reranker, "reranker")
     return check_evaluate(options)
@@ -235,21 +242,22 @@ def run(options: EvaluateOptions) -> Metrics:
                             on_result=_noting_speed(stage.evaluator, record, console),
                             on_queries=None if scorer is None else of_queries.__setitem__,
                         )
-            if options.mteb and model is not None and encoder is not None:
+            if (options.mteb or options.suite) and model is not None and encoder is not None:
                 task_results = run_tasks(
                     inputs.tasks,
                     EvaluatedModel(encoder, model.source, options.model, identity),
                     console,
                     output_dir / "mteb",
                     names=options.mteb,
+                    suites=options.suite,
                     index=options.index,
                     vector_cache=vector_cache,
                     progress=progress,
                     on_result=rows.record,
                 )
         _report(options, metrics | task_results.metrics, rows.datasets, of_queries, world, console)
-        if failures := task_results.failures:
-            raise DataError(f"{len(failures)} of mteb's tasks could not be run: {'; '.join(failures)}")
+        if task_results.failures:
+            raise DataError(task_results.describe_failures())
         return metrics | task_results.metrics
 
 
@@ -329,7 +337,7 @@ def _open_encoder(
         check_tasks(inputs.tasks, model.tokenizer.layout)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
     directory = options.vectors_dir
-    identity = _identity(options, model, world) if directory or options.mteb else {}
+    identity = _identity(options, model, world) if directory or options.mteb or options.suite else {}
     vector_cache = VectorCache(expand_user(directory), identity) if directory else None
     return encoder, identity | {"index": options.index.search_identity}, vector_cache
 

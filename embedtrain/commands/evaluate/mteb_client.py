@@ -6,272 +6,49 @@ import functools
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import logging
-import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.config.evaluation import IndexConfig, SetKind, VectorPlacement
-from embedtrain.data.images.files import PICTURES, BadPicture, Place, header_of, pillow, read_bytes
-from embedtrain.data.images.item import Picture, join_parts, pictures_of
+from embedtrain.commands.evaluate.mteb_channel import (
+    AddDocuments,
+    CommandChannel,
+    EncodeTexts,
+    NewIndex,
+    ScoreDocuments,
+    SearchDocuments,
+    StartTask,
+)
+from embedtrain.config.evaluation import SUITES, IndexConfig, SetKind
+from embedtrain.data.images.files import BadPicture, Place, pillow, read_bytes
+from embedtrain.data.images.item import Picture, join_parts
 from embedtrain.data.tokens import Layout
 from embedtrain.data.types import TextRole
-from embedtrain.distributed.world import World, explain_lost_contact
-from embedtrain.errors import ConfigError, DataError, FailedElsewhere, ModelError
+from embedtrain.errors import ConfigError, DataError, ModelError
 from embedtrain.evaluation.evaluator import ResultCallback
-from embedtrain.inference.encode import EncodedShard, ProgressCallback, SentenceEncoder
-from embedtrain.inference.index import ShardedIndex, trec_order
+from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
+from embedtrain.inference.index import trec_order
 from embedtrain.inference.vector_cache import VectorCache
-from embedtrain.losses.encoded import Part
 from embedtrain.models.types import ModelSource
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import install_command
 
-# How long the other ranks wait while rank 0 fits a classifier or downloads a data set. A rank that died is noticed
-# immediately, so this only ends ranks that will never get another command.
-_COMMAND_TIMEOUT = timedelta(days=7)
-
-
-@dataclass(frozen=True, slots=True)
-class StartTask:
-    """Start a task and drop the index."""
-
-    task: str
-
-
-@dataclass(frozen=True, slots=True)
-class AddPictures:
-    """Store pictures that texts of later commands refer to: `files` has the bytes of their files, one after another."""
-
-    references: list[str]
-    lengths: list[int]
-    files: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeTexts:
-    """Encode texts; every rank gets the vectors, not normalized. A model that encodes all alike ignores the role."""
-
-    texts: list[str]
-    prompt: str
-    role: TextRole
-
-
-@dataclass(frozen=True, slots=True)
-class NewIndex:
-    """Create an index for documents with these tie priorities, int64 [N]."""
-
-    priorities: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class AddDocuments:
-    """Encode documents and add them to the index; `first` is the number of the first."""
-
-    texts: list[str]
-    prompt: str
-    first: int
-
-
-@dataclass(frozen=True, slots=True)
-class SearchDocuments:
-    """Find the `k` best documents of each query."""
-
-    queries: list[str]
-    prompt: str
-    k: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreDocuments:
-    """Score documents of each query, given as numbers int64 [Q, M] padded with -1."""
-
-    queries: list[str]
-    prompt: str
-    documents: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """No more commands; `error` describes why rank 0 failed, if it did."""
-
-    error: str | None = None
-
-
-Command = StartTask | AddPictures | EncodeTexts | NewIndex | AddDocuments | SearchDocuments | ScoreDocuments | Finish
-
-
-class CommandChannel:
-    """Executes commands of rank 0 on all ranks.
-
-    The constructor is a collective. Rank 0 then calls `run`, and finally `finish`; the other ranks call `serve`, which
-    returns after `finish`.
-
-    Texts may have pictures, which mteb has on rank 0 alone. `add_picture` sends their files, of which each host keeps
-    one copy on its disk until the next task.
-    """
-
-    def __init__(
-        self,
-        encoder: SentenceEncoder,
-        world: World,
-        index: IndexConfig,
-        *,
-        vector_cache: VectorCache | None = None,
-    ) -> None:
-        self.encoder, self.world = encoder, world
-        self.index, self._vector_cache = index, vector_cache
-        self._index: ShardedIndex | None = None
-        self._task = "mteb"
-        self._pending: dict[Picture, bytes] = {}  # pictures to send before the next command
-        self._sent: set[int] = set()  # keys of the pictures of this task that all ranks have
-        self._lent: list[Picture] = []  # those that only `_files` has
-        self._files: Any = None  # a temporary file of the first rank of a host, with the pictures of this task
-        self.in_sync = True  # whether the other ranks wait for a command; False after one that was not completed
-        # Of gloo, on whatever device the ranks compute: commands are on the CPU.
-        self._channel = replace(world, group=dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT))
-
-    def run(self, command: Command) -> Any:
-        """Execute a command on all ranks and return its result. On rank 0."""
-        self._send_pictures()
-        return self._run(command)
-
-    def _send_pictures(self) -> None:
-        if self._pending:
-            pictures, self._pending = self._pending, {}
-            lengths = list(map(len, pictures.values()))
-            self._run(AddPictures(list(map(str, pictures)), lengths, b"".join(pictures.values())))
-
-    def _run(self, command: Command) -> Any:
-        # After an interruption, the ranks are at different points and cannot receive further commands.
-        self.in_sync = False
-        with explain_lost_contact(f"running {self._task}"):
-            result = self._execute(self._broadcast(command))
-        self.in_sync = True
-        return result
-
-    def add_picture(self, data: bytes) -> Picture:
-        """The picture of a file with these bytes, which texts may refer to from now on. On rank 0.
-
-        Raises BadPicture if it cannot be used.
-        """
-        picture = header_of(data).picture
-        if picture.key not in self._sent:
-            self._sent.add(picture.key)
-            self._pending[picture] = data
-            if sum(map(len, self._pending.values())) >= _PICTURE_BYTES_PER_COMMAND:
-                self._send_pictures()
-        return picture
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Release the other ranks. On rank 0; does nothing if they were lost within a command."""
-        if self.in_sync:
-            self.in_sync = False
-            with explain_lost_contact(f"running {self._task}"):
-                self._broadcast(Finish(None if error is None else f"{type(error).__name__}: {error}"))
-        self._forget_pictures()
-
-    def serve(self) -> None:
-        """Execute rank 0's commands until it finishes, or raise FailedElsewhere if it failed. On every other rank."""
-        while True:
-            with explain_lost_contact(f"running {self._task}"):
-                command = self._broadcast(None)
-                if isinstance(command, Finish):
-                    break
-                self._execute(command)
-        self._forget_pictures()
-        if command.error is not None:
-            raise FailedElsewhere(f"rank 0 failed while running {self._task}: {command.error}")
-
-    def _broadcast(self, command: Command | None) -> Command:
-        received = self._channel.broadcast(command, *get_args(Command), TextRole)
-        assert received is not None, "rank 0 sends a command"
-        return received
-
-    def _execute(self, command: Command) -> Any:
-        match command:
-            case StartTask(task):
-                self._task, self._index = task, None
-                self._forget_pictures()
-            case AddPictures(references, lengths, files):
-                self._store_pictures(references, lengths, files)
-            case EncodeTexts(texts, prompt, role):
-                role = TextRole.query if self.encoder.score.is_symmetric else role
-                return self.encoder.encode_all(texts, prompt, role=role, label="encoding texts")
-            case NewIndex(priorities):
-                self._index = ShardedIndex(torch.from_numpy(priorities), self.world, self.index, self.encoder.score)
-            case AddDocuments(texts, prompt, first):
-                self._add_documents(texts, prompt, first)
-            case SearchDocuments(queries, prompt, k):
-                return self._current_index.search(self._encode_queries(queries, prompt), k)
-            case ScoreDocuments(queries, prompt, documents):
-                vectors = self._encode_queries(queries, prompt)
-                return self._current_index.scores_of(vectors, torch.from_numpy(documents))
-        return None
-
-    def _store_pictures(self, references: list[str], lengths: list[int], files: bytes) -> None:
-        world, path, start = self._channel, "", 0
-        with world.fail_together("storing the pictures of a task of mteb"):
-            if world.local_rank == 0:
-                if self._files is None:
-                    self._files = tempfile.NamedTemporaryFile(prefix="embedtrain-mteb-")  # noqa: SIM115
-                path, start = self._files.name, self._files.tell()
-                self._files.write(files)
-                self._files.flush()
-        path, start = world.gather((path, start))[world.rank - world.local_rank]
-        for reference, length in zip(references, lengths, strict=True):
-            (picture,) = pictures_of(reference)
-            if PICTURES.lend(picture, Place(path, start, length)):
-                self._lent.append(picture)
-            start += length
-
-    def _forget_pictures(self) -> None:
-        """Delete those of the previous task."""
-        for picture in self._lent:
-            PICTURES.take_back(picture)
-        self._lent.clear()
-        self._sent.clear()
-        self._pending.clear()
-        if self._files is not None:
-            self._files.close()
-            self._files = None
-
-    def _add_documents(self, texts: list[str], prompt: str, first: int) -> None:
-        index, mapped = self._current_index, self.index.place is VectorPlacement.disk
-        for block in self.encoder.encode_blocks(
-            texts, prompt, vector_cache=self._vector_cache, mapped=mapped, transform=index.stored_part
-        ):
-            index.add(EncodedShard(block.part, block.rows + first))
-
-    def _encode_queries(self, texts: list[str], prompt: str) -> Part:
-        return self.encoder.score.search_part(self.encoder.encode(texts, prompt))
-
-    @property
-    def _current_index(self) -> ShardedIndex:
-        assert self._index is not None, "documents are added before queries are searched"
-        return self._index
-
-
 # Characters of the texts that are sent to all ranks at a time.
 MAX_CHARACTERS = 1 << 24
 # Queries per command, which bounds its size.
 _QUERIES_PER_COMMAND = 8192
-# Bytes of pictures per command, at least one picture.
-_PICTURE_BYTES_PER_COMMAND = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -487,6 +264,7 @@ _KINDS = {
     "Classification": SetKind.classification.value,
     "Clustering": SetKind.clustering.value,
 }
+_MAX_FAILURES = 3  # in the message at the end
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _SETTINGS_FILE = "config_sentence_transformers.json"
 
@@ -508,15 +286,32 @@ class TaskResults:
     # By `task`, or `task/subset/split` if a task has several, the main score by its name.
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)  # a sentence for each task that could not be run
+    unavailable: list[str] = field(default_factory=list)  # ids of data sets that could not be read
+
+    def describe_failures(self) -> str:
+        """All of them, and what the Hub has to deliver."""
+        count, shown = len(self.failures), self.failures[:_MAX_FAILURES]
+        more = f"; and {count - len(shown)} more, which the lines above name" * (count > len(shown))
+        text = f"{count} of mteb's tasks could not be run: {'; '.join(shown)}{more}"
+        if self.unavailable:
+            text += (
+                f". The Hub has to deliver {', '.join(dict.fromkeys(self.unavailable))}: connect, or fetch them on a "
+                "machine that is connected with `hf download --repo-type dataset ID`, and set HF_HOME to that cache"
+            )
+        return text
 
 
-def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> list[Any]:
-    """The tasks and benchmarks of mteb with these names, in this order, each task once.
+def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = (), suites: Sequence[str] = ()) -> list[Any]:
+    """The tasks and benchmarks of mteb with these names, and the public tasks of suites, in this order, each task once.
 
     Raises ConfigError if mteb is not installed, a name is unknown or reserved, or a task is of sound or videos.
     """
     if importlib.util.find_spec("mteb") is None:
-        raise ConfigError(f"mteb={list(names)} needs a package that is not installed: {install_command('mteb')}")
+        asked = f"mteb={list(names)}" if names else f"suite={','.join(suites)}"
+        raise ConfigError(f"{asked} needs a package that is not installed: {install_command('mteb')}")
+    for suite in suites:
+        if suite in reserved_names:
+            raise ConfigError(f"suite={suite}: is also the name of an evaluation set; write {{path: ..., name: ...}}")
     import datasets
     import mteb
     from mteb.get_tasks import TASK_LIST
@@ -539,6 +334,8 @@ def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> l
                 f"mteb: {name!r} is not a task or benchmark of mteb {mteb.__version__}"
                 + (f"; did you mean {' or '.join(similar)}?" if similar else "; `mteb available-tasks` lists its tasks")
             )
+    for suite in suites:
+        tasks += _public_tasks(benchmarks[SUITES[suite].benchmark])
     for task in tasks:
         if task.metadata.name in reserved_names:
             raise ConfigError(
@@ -551,7 +348,20 @@ def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> l
                 f"mteb: {task.metadata.name} has {' and '.join(modalities)}; texts and images are supported"
             )
     # Subsets and splits may differ between a task and the same task in a benchmark.
-    return list({(t.metadata.name, tuple(t.hf_subsets), tuple(t.eval_splits)): t for t in tasks}.values())
+    return list({_key(task): task for task in tasks}.values())
+
+
+# The name, the subsets and the splits of a task.
+TaskKey: TypeAlias = tuple[str, tuple[str, ...], tuple[str, ...]]
+
+
+def _key(task: Any) -> TaskKey:
+    return (task.metadata.name, tuple(task.hf_subsets), tuple(task.eval_splits))
+
+
+def _public_tasks(benchmark: Any) -> list[Any]:
+    """Those whose data everybody can read."""
+    return [task for task in benchmark.tasks if task.metadata.is_public is not False]
 
 
 def _benchmarks() -> dict[str, Any]:
@@ -561,17 +371,40 @@ def _benchmarks() -> dict[str, Any]:
     return {name: benchmark for benchmark in get_benchmarks() for name in (benchmark.name, *(benchmark.aliases or ()))}
 
 
-def benchmark_means(names: Sequence[str], metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Of each benchmark among these names, the mean of its tasks' main score, if all have one and it is the same."""
+def benchmark_means(
+    names: Sequence[str], scores: Mapping[TaskKey, tuple[str, float]], suites: Sequence[str] = ()
+) -> dict[str, dict[str, float]]:
+    """The figures of the suites, and of the benchmarks among the names, whose tasks all have a score.
+
+    One metric of all tasks has its mean. Otherwise `mean_task` is the mean of the main scores of all tasks, and
+    `mean_task_type` the mean of the means of each type, which have a row each: `BENCHMARK/TYPE`.
+
+    Args:
+        scores: the main metric of each task and its score.
+    """
     means: dict[str, dict[str, float]] = {}
     benchmarks = _benchmarks()
-    for name in filter(benchmarks.__contains__, names):
-        scores = [metrics.get(task.metadata.name, {}) for task in benchmarks[name].tasks]
-        shared = {metric for values in scores for metric in values}
-        if len(shared) == 1 and all(scores):
-            (metric,) = shared
-            means[name] = {metric: sum(values[metric] for values in scores) / len(scores)}
+    tasks_of = {name: list(benchmarks[name].tasks) for name in filter(benchmarks.__contains__, names)}
+    tasks_of |= {suite: _public_tasks(benchmarks[SUITES[suite].benchmark]) for suite in suites}
+    for name, tasks in tasks_of.items():
+        if not all(_key(task) in scores for task in tasks):
+            continue
+        by_type: dict[str, list[tuple[str, float]]] = {}
+        for task in tasks:
+            by_type.setdefault(task.metadata.type, []).append(scores[_key(task)])
+        means[name] = _mean(list(itertools.chain.from_iterable(by_type.values())), "mean_task")
+        if "mean_task" in means[name]:
+            of_types = {kind: _mean(of_type, "main_score") for kind, of_type in by_type.items()}
+            means[name]["mean_task_type"] = sum(sum(mean.values()) for mean in of_types.values()) / len(of_types)
+            means |= {f"{name}/{kind}": mean for kind, mean in of_types.items()}
     return means
+
+
+def _mean(scores: Sequence[tuple[str, float]], otherwise: str) -> dict[str, float]:
+    """The mean of scores by the name of their metric, or by another if they have several."""
+    metrics = {metric for metric, _ in scores}
+    name = metrics.pop() if len(metrics) == 1 else otherwise
+    return {name: sum(score for _, score in scores) / len(scores)}
 
 
 def check_tasks(tasks: Sequence[Any], layout: Layout) -> None:
@@ -606,6 +439,7 @@ def run_tasks(
     folder: Path,
     *,
     names: Sequence[str] = (),
+    suites: Sequence[str] = (),
     index: IndexConfig | None = None,
     vector_cache: VectorCache | None = None,
     max_characters: int = MAX_CHARACTERS,
@@ -619,7 +453,7 @@ def run_tasks(
     Args:
         tasks: from `resolve_tasks`; only those of rank 0 are used.
         folder: of mteb's files: `results/MODEL/REVISION/TASK.json`.
-        names: those that the tasks were resolved from; benchmarks among them have a row as well.
+        names, suites: those that the tasks were resolved from; benchmarks and suites have a row as well.
         max_characters: of the texts that are sent to all ranks at a time.
         progress: called with the name of the task before the description.
         on_result: called on rank 0 after each task.
@@ -630,7 +464,7 @@ def run_tasks(
     with world.fail_together("reading the model's settings for mteb"):
         settings = replace(read_settings(model.source), reads_pictures=encoder.tokenizer.layout.reads_pictures)
     channel = CommandChannel(encoder, world, index or IndexConfig(), vector_cache=vector_cache)
-    results = TaskResults()
+    results, scores = TaskResults(), dict[TaskKey, tuple[str, float]]()
     if world.is_main:
         try:
             meta = _model_meta(model, settings)
@@ -642,6 +476,7 @@ def run_tasks(
                 with console.phase(f"running {task.metadata.name}"):
                     metrics, failures = _run_task(task, sharded_model, folder, channel)
                 results.metrics |= metrics
+                scores |= {_key(task): score for score in metrics.get(task.metadata.name, {}).items()}
                 if on_result is not None:
                     kind = _KINDS.get(task.metadata.type, task.metadata.type)
                     dataset = DatasetInfo(
@@ -654,9 +489,10 @@ def run_tasks(
                     for name, values in metrics.items():
                         on_result(name, values, dataset)
                 results.failures += failures
+                results.unavailable += [_path(task)] * any(_dataset_unavailable(task) in text for text in failures)
                 for failure in failures:
                     console.warn(failure)
-            for name, values in (benchmark_means(names, results.metrics) if names else {}).items():
+            for name, values in (benchmark_means(names, scores, suites) if names or suites else {}).items():
                 results.metrics[name] = values
                 if on_result is not None:
                     of_mean = DatasetInfo("mean", {}, subset=False, precision=encoder.precision)
@@ -720,8 +556,12 @@ def _main_scores(result: Any, metric: str) -> dict[str, dict[str, float]]:
     return metrics
 
 
+def _path(task: Any) -> str:
+    return str((task.metadata.dataset or {}).get("path", "(no path)"))
+
+
 def _dataset_unavailable(task: Any) -> str:
-    return f"its data set {(task.metadata.dataset or {}).get('path', '(no path)')} is not available"
+    return f"its data set {_path(task)} is not available"
 
 
 def _model_meta(model: EvaluatedModel, settings: MtebSettings) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embedtrain.commands.evaluate.mteb_client import resolve_tasks
-from embedtrain.config.evaluation import BM25, MODEL
+from embedtrain.config.evaluation import BM25, MODEL, SUITES
 from embedtrain.config.validation import written
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.distributed.world import World
@@ -79,7 +79,11 @@ def read_inputs(options: "EvaluateOptions", world: World, console: Console) -> I
         if function is not None:
             check_function_name(function, {*names, MEAN}, "function")
             names.append(function_name(function))
-        tasks = resolve_tasks(options.mteb, names) if options.mteb and world.is_main else []
+        tasks = []
+        if (options.mteb or options.suite) and world.is_main:
+            tasks = resolve_tasks(options.mteb, names, options.suite)
+    for suite in options.suite:
+        console.note(f"suite {suite}: {SUITES[suite].benchmark} of mteb, {SUITES[suite].quoted}")
     return Inputs(sets, tasks, function)
 
 

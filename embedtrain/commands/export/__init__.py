@@ -15,10 +15,9 @@ from embedtrain.config.command_options import (
     UploadOptions,
 )
 from embedtrain.config.compose import compose_command
-from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.kind_settings import PageLibrary
 from embedtrain.config.options import option
-from embedtrain.config.parsing import parse_items
+from embedtrain.config.parsing import parse_sets
 from embedtrain.config.paths import require_models, require_run, require_sets
 from embedtrain.config.recipe import ADAPTER, ONNX, ExportConfig, ExportDtype, WeightsOf
 from embedtrain.config.validation import OptionChecks, written
@@ -129,7 +128,7 @@ def compose(arguments: list[str]) -> ExportOptions:
         _check_model(options, check)
         return options
     check.require(options.page_library is None, "page_library", "is for a model directory; set model")
-    options.sets = parse_items(options.sets, EvaluationSet, "sets")
+    options.sets = parse_sets(options.sets, "sets")
     check_sets(options.sets, "sets")
     check.require(bool(options.runs), "run", "is missing; write the output_dir of a training run")
     check_export(options.export)

@@ -31,12 +31,12 @@ from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import printable
 
 if TYPE_CHECKING:
+    from embedtrain.commands.inspect.printing import ShownSource
     from embedtrain.commands.inspect.sources import InspectedData, InspectedSource
     from embedtrain.commands.inspect.texts import Cost, TextStatistics, UntruncatedTokenizer
     from embedtrain.data.cache.cache import Cache
     from embedtrain.data.train_data import TrainData
     from embedtrain.models.types import ModelSource
-    from embedtrain.report.pictures import ShownSource
     from embedtrain.tracking.pages import Page
 
 HELP = """embedtrain inspect: what training data holds, as the model will see it
@@ -315,11 +315,16 @@ def _shown_source(
     tokenizer: "UntruncatedTokenizer | None",
 ) -> list["ShownSource"]:
     """The pictures of a source on the page of pictures; nothing if it has none."""
-    from embedtrain.commands.inspect.printing import num_pictures, num_refused, picture_table
+    from embedtrain.commands.inspect.printing import (
+        ShownPicture,
+        ShownSource,
+        num_pictures,
+        num_refused,
+        picture_table,
+    )
     from embedtrain.commands.inspect.texts import drawn_pictures
     from embedtrain.data.sources.pictures import file_of_picture
     from embedtrain.data.sources.resolve import find_parts
-    from embedtrain.report.pictures import ShownPicture, ShownSource
 
     if statistics.pictures is None:
         return []
@@ -336,7 +341,7 @@ def _shown_source(
 
 def _write_pictures(path: str, sheet: list["ShownSource"]) -> str:
     """Write the page of pictures; returns what happened, in words."""
-    from embedtrain.report.pictures import write_contact_sheet
+    from embedtrain.commands.inspect.printing import write_contact_sheet
 
     if not sheet:
         return "pictures: none in this data"

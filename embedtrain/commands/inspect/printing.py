@@ -1,22 +1,35 @@
-"""Print inspected training data: what each source holds, lengths, duplicates, and rows as the model receives them."""
+"""Print inspected training data: what each source holds, lengths, duplicates, and rows as the model receives them.
 
+Pictures are one HTML file without external resources, a contact sheet.
+"""
+
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from markupsafe import Markup
 
+from embedtrain import __version__
 from embedtrain.commands.inspect.sources import Duplicates, ExtraColumns, InspectedData, InspectedSource
 from embedtrain.commands.inspect.texts import Cost, Lengths, PictureSizes, ShownText, TextStatistics
 from embedtrain.config.recipe import TrainConfig
 from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.images.item import Picture
 from embedtrain.data.sampling.plan import BatchPlan
 from embedtrain.data.train_data import TrainData
+from embedtrain.errors import DataError
+from embedtrain.report.page import content_hash, page_file, template
+from embedtrain.report.sample import thumbnail
 from embedtrain.tracking.pages import Page
+from embedtrain.utils.files import atomic_write
 from embedtrain.utils.formatting import format_bytes, format_count
 
 MANY_UNKNOWN = 0.01  # fraction of tokens at which another model may be better
 _FILES, _INSTRUCTIONS, _LABELS = 8, 3, 8  # maximal number shown of each source
+_SIDE = 192  # pixels of a copy, twice that of the report: one tells whether a page is turned or blank
 
 
 def print_source(
@@ -316,3 +329,50 @@ def _size(text: ShownText) -> str:
     whole = text.num_tokens if text.num_untruncated is None else text.num_untruncated
     size = f"{text.num_tokens:,}" + f" of {whole:,}" * (whole > text.num_tokens)
     return size if text.num_vectors in (None, text.num_tokens) else f"{size}, {text.num_vectors:,} vectors"
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPicture:
+    """A picture, in words; its copy, or why there is none."""
+
+    file: str  # "" if many pictures are in one file
+    row: str  # its location
+    size: str  # in pixels, and in what the model computes
+    thumbnail: str  # a data URI
+    problem: str
+
+    @classmethod
+    def of(cls, picture: Picture, file: str, row: str, size: str) -> "ShownPicture":
+        """Decodes the picture."""
+        try:
+            return cls(file, row, size, thumbnail(picture, _SIDE), "")
+        except DataError as error:
+            return cls(file, row, size, "", str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSource:
+    """The pictures of a source."""
+
+    name: str
+    sizes: Sequence[Sequence[str]]  # a table with its header
+    num_refused: str  # in words; "" for none
+    refused: Sequence[str]  # rows that cannot be used, some of them
+    num_pictures: str  # different ones, in words
+    pictures: Sequence[ShownPicture]
+
+
+def write_contact_sheet(path: Path, sources: Sequence[ShownSource], note: str) -> None:
+    """Write the page atomically; `note` says how the pictures were chosen."""
+    style = page_file("page.css")
+    content = template("pictures.html").render(
+        sources=sources,
+        note=note,
+        created=time.strftime("%Y-%m-%d %H:%M"),
+        version=__version__,
+        style=Markup(style),  # noqa: S704  # our own file
+        style_hash=content_hash(style),
+    )
+    with atomic_write(path) as temporary:
+        # A name of a file need not be UTF-8.
+        temporary.write_bytes(content.encode("utf-8", errors="replace"))

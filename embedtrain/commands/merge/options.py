@@ -23,7 +23,7 @@ from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.options import option
-from embedtrain.config.parsing import parse_items
+from embedtrain.config.parsing import parse_sets
 from embedtrain.config.recipe import ADAPTER, LOGIT_SCORE, ExportConfig, WeightsOf
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
@@ -290,6 +290,6 @@ def compose(arguments: list[str]) -> MergeOptions:
     """The options, checked."""
     options = compose_command("merge", MergeOptions, arguments, HELP, _check_use)
     options.parts = _parse_parts(options.parts)
-    options.find.sets = parse_items(options.find.sets, EvaluationSet, "find.sets")
-    options.find.held_out = parse_items(options.find.held_out, EvaluationSet, "find.held_out")
+    options.find.sets = parse_sets(options.find.sets, "find.sets")
+    options.find.held_out = parse_sets(options.find.held_out, "find.held_out")
     return check_merge(options)

@@ -41,6 +41,7 @@ PATHS = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 MODELS = {
     "bce_xlmr": "xlm-roberta", "bge_m3_dense": "xlm-roberta", "e5_mistral_lora": "mistral", "llama_embedder": "llama",
     "minilm": "bert", "modernbert": "modernbert", "qwen3_embedder": "qwen3", "simcse": "bert",
+    "reasonir": "llama",
 }  # fmt: skip
 RERANKERS = {
     "bce_reranker": "xlm-roberta", "bge_reranker": "xlm-roberta", "modernbert_reranker": "modernbert",
@@ -77,6 +78,10 @@ SIZES: dict[str, tuple[dict[str, object], float]] = {
     "llama_embedder": (
         {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
          "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "head_dim": 64}, 1.24,
+    ),
+    "reasonir": (
+        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}, 7.5,
     ),
     "minilm": (
         {"model_type": "bert", "vocab_size": 30522, "hidden_size": 384, "num_hidden_layers": 6,

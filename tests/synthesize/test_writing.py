@@ -15,6 +15,7 @@ from embedtrain.commands.synthesize.writing import (
     QueryWriter,
     neighbours,
     read_example_queries,
+    synthesize,
     windows_of,
 )
 from embedtrain.config.columns import DataPath
@@ -25,7 +26,17 @@ from embedtrain.data.rows import text_key
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ConfigError, DataError
-from tests.synthesize.scripted import about, options_of, queries_of, read_rows, refuse, run_scripted, write_corpus
+from embedtrain.tracking.console import Console
+from tests.synthesize.scripted import (
+    ScriptedAsker,
+    about,
+    options_of,
+    queries_of,
+    read_rows,
+    refuse,
+    run_scripted,
+    write_corpus,
+)
 
 
 @pytest.fixture
@@ -266,6 +277,28 @@ def test_what_has_no_answer_is_counted_and_asked_again(world, tmp_path):
     again, asked_again = run_scripted(world, options_of(corpus, out))
     assert (len(again), asked_again) == (30, asked)
     assert json.loads((out / "synthesis.json").read_text())["lost"] == {}
+
+
+def test_grades_without_an_answer_are_asked_for_again(world, tmp_path, capsys):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [about(number) for number in range(4)])
+    options = options_of(corpus, tmp_path / "out", "checks.judge.min_grade=3", "max_requests=20")
+
+    def spent(request):
+        if request.purpose == "queries":
+            return queries_of(request)
+        return '{"grade": 5}' if request.seed % 2 else refuse(RefusalReason.budget)
+
+    asker = ScriptedAsker(spent)
+    synthesize(options, world, Console(), asker, asker.usage)
+    lines = capsys.readouterr().out
+    requests = sum(request.purpose == "queries" for request in asker.requests)
+    assert f"requests for queries: {requests}, " in lines
+    over = "; max_requests=20 may end them earlier" if requests + 12 > 20 else ""
+    assert f"then up to 12 for grades, of about as many tokens each{over}\n" in lines
+    summary = json.loads((tmp_path / "out" / "synthesis.json").read_text())
+    assert 0 < summary["unanswered"] == summary["checks"]["rejected"]["no_grade"] < 12
+    again = ScriptedAsker(lambda request: queries_of(request) if request.purpose == "queries" else '{"grade": 5}')
+    assert len(read_rows(synthesize(options, world, Console(enabled=False), again, again.usage))) == 12
 
 
 def test_what_is_thrown_away_is_counted(world, tmp_path):

@@ -31,6 +31,7 @@ from embedtrain.commands.synthesize.types import (
     Asker,
     Draft,
     Purpose,
+    Refusal,
     Reply,
     Request,
     WriterConfig,
@@ -133,6 +134,7 @@ class Tally:
     written: collections.Counter[str] = field(default_factory=collections.Counter)  # drafts by kind
     rejected: dict[str, collections.Counter[str]] = field(default_factory=dict)  # by check and kind
     samples: dict[str, list[Rejected]] = field(default_factory=dict)  # by check, the first ones
+    unanswered: int = 0  # requests about drafts that have no answer
 
     def count(self, drafts: Iterable[Draft]) -> None:
         """Count drafts before any check."""
@@ -351,7 +353,9 @@ class Refiner:
             )
             for draft in drafts
         ]
-        return self.asker.ask(requests)
+        replies = self.asker.ask(requests)
+        self.tally.unanswered += sum(isinstance(reply, Refusal) for reply in replies)
+        return replies
 
     def _drawn(self, purpose: str, draft: Draft) -> float:
         """A number from 0 to 1, uniformly distributed over drafts."""

@@ -600,7 +600,7 @@ def synthesize(
         asked = writer.requests(block, world)
         requests = [each.request for each in asked]
         if num_read == 0:
-            console.note(_estimate_note(asker.estimate(requests), num_documents / len(block), options))
+            console.note(_estimate_note(asker.estimate(requests), len(block), num_documents, options))
         replies = asker.ask(requests)
         with world.fail_together("reading answers"):
             written = writer.drafts(asked, replies)
@@ -617,7 +617,7 @@ def synthesize(
         "documents": dict(documents.counts),
         "asked": writer.num_asked,
         "lost": {name: writer.counts[name] for name in LOSSES if writer.counts[name]},
-        "unanswered": sum(writer.counts[f"no_answer_{reason.name}"] for reason in RefusalReason),
+        "unanswered": tally.unanswered + sum(writer.counts[f"no_answer_{reason.name}"] for reason in RefusalReason),
         "repaired_answers": writer.counts["repaired"],
         "checks": tally.to_json(),
         "model": asker.name,
@@ -685,8 +685,9 @@ def _documents_note(documents: Documents) -> str:
     return f"documents: {counts['documents']:,}" + (f" (besides {' and '.join(more)})" if more else "")
 
 
-def _estimate_note(first: Estimate, blocks: float, options: "SynthesizeOptions") -> str:
-    """What the queries of all documents will cost, by those of the first block."""
+def _estimate_note(first: Estimate, num_read: int, num_documents: int, options: "SynthesizeOptions") -> str:
+    """What the queries of all documents will cost, by those of the first ones, and how many requests follow them."""
+    blocks = num_documents / num_read
     about = "" if blocks == 1 else "about "
     requests, read, written = (
         round(number * blocks) for number in (first.requests, first.prompt_tokens, first.completion_tokens)
@@ -696,11 +697,20 @@ def _estimate_note(first: Estimate, blocks: float, options: "SynthesizeOptions")
     text = f"requests for queries: {about}{requests:,}, which read about {read:,} tokens and write at most {written:,}"
     if first.price:
         text += f", for at most {first.price * blocks:,.2f}"
+    num_queries = options.queries.per_document * num_documents
+    further = {
+        "other words": round(options.paraphrase * num_queries),
+        "grades": num_queries if options.checks.judge.min_grade is not None else 0,
+        "negatives": num_queries if options.queries.negatives else 0,
+    }
+    if asked := [f"{count:,} for {what}" for what, count in further.items() if count]:
+        text += f"; then up to {' and '.join(asked)}, of about as many tokens each"
+    total = requests + sum(further.values())
     over = [
         f"{name}={limit:,}"
         for name, limit, needed in (
-            ("max_requests", options.max_requests, requests),
-            ("max_tokens", options.max_tokens, read + written),
+            ("max_requests", options.max_requests, total),
+            ("max_tokens", options.max_tokens, round((read + written) * total / requests)),
         )
         if limit is not None and needed > limit
     ]

@@ -139,7 +139,7 @@ def test_evaluate_export_and_search(workshop, monkeypatch):
 def test_the_console_command_lists_its_commands():
     for arguments in ([], ["--help"]):
         output = call("embedtrain.cli.console", *arguments)
-        assert len(output.splitlines()) <= 28
+        assert len(output.splitlines()) <= 30
         assert max(map(len, output.splitlines())) <= 80
         for command in COMMANDS.values():
             assert f"  {command.name} " in output

@@ -83,7 +83,7 @@ def test_each_use_of_a_seed_has_its_own_purpose() -> None:
     """Uses of one purpose draw the same numbers: that the mixed rows do not depend on the drawn negatives, say."""
     assert {purpose.name: purpose.value for purpose in Purpose} == {
         "row_order": 1, "source_order": 2, "batch_order": 3, "documents": 4, "mixed_rows": 5, "filter_parts": 6,
-        "batch_negatives": 7, "mined_negatives": 8,
+        "batch_negatives": 7, "mined_negatives": 8, "deleted_words": 9,
     }  # fmt: skip
     uses: dict[str, set[str]] = {}
     for path in (ROOT / "embedtrain").rglob("*.py"):

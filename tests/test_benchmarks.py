@@ -182,7 +182,8 @@ def reads_of_a_step(world: World, name: str) -> dict[str, int]:
     return dict(reads)
 
 
-@pytest.mark.parametrize("name", slow_but(["XLM-R-large"], ["XLM-R-large", *gpu_main.OTHER_KINDS]))
+@pytest.mark.slow  # steps of a run are in tests/training/test_waits.py
+@pytest.mark.parametrize("name", ["XLM-R-large", *gpu_main.OTHER_KINDS])
 def test_measured_steps_wait_for_the_device_as_those_of_a_run(cuda_ranks: Any, name: str) -> None:
     """Once: otherwise the tables would show waits that training does not have."""
     (reads,) = cuda_ranks(1, reads_of_a_step, name)

@@ -106,7 +106,7 @@ def graphs(world: World, model: ModelConfig, changes: dict[str, Any], backend: s
     return counts
 
 
-@pytest.mark.parametrize("architecture", slow_but(["bert", "modernbert"], KINDS))
+@pytest.mark.parametrize("architecture", slow_but(["bert"], KINDS))
 def test_packed_blocks_have_three_graphs_for_each_kind_of_layer(ranks, architecture):
     """Without and with gradients, and in evaluation; none in the verification, and none after the first step."""
     (counts,) = ranks(1, graphs, model_of(architecture), {}, "eager", 3)
@@ -191,7 +191,7 @@ def fails(world: World, cause: str, rank: int) -> list[str]:
     [
         ("break", "graph_break"),
         pytest.param("compiler", "no compiler", marks=pytest.mark.slow),
-        ("backward", "no compiler"),
+        pytest.param("backward", "no compiler", marks=pytest.mark.slow),
         ("limit", "fullgraph"),
     ],
 )

@@ -76,6 +76,7 @@ BATCH = [
 ]
 
 
+@pytest.mark.slow
 def test_negatives_are_planned_as_they_are_drawn(tmp_path):
     """Of the first rows of files that are here, at most as many as the source draws; else those it asks for."""
     rows = [{"query": "q", "positive": "p", "negatives": [f"n{i}" for i in range(count)]} for count in (2, 5, 3)]

@@ -209,7 +209,7 @@ _TEXTS = {
     "expansion_token", "skiplist_words", "rope_scaling", "targets", "modules_to_save", "block_class", "match",
     "names", "kinds", "languages", "layers", "activation_checkpointing", "compile", "fused_kernels",
     # measures and choices
-    "metrics", "metric", "best_metric", "mteb", "first_stage", "step", "steps",
+    "metrics", "metric", "best_metric", "mteb", "suite", "first_stage", "step", "steps",
     # losses, and code, which Python finds by the name of its module
     "loss", "losses", "class_name", "arguments", "kwargs", "function",
     # lists of options

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from embedtrain.planning import flops
 from tests.pretend_cuda import attention, runtime
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -334,6 +335,8 @@ def install() -> torch.device:
     for module in (_fsdp_init, _fully_shard):
         if hasattr(module, "_move_states_to_device"):
             module._move_states_to_device = lambda *args: None
+    # Products of the sizes of a GPU take minutes on a CPU without instructions for bf16.
+    flops.SIZES["cuda"] = flops.SIZES["cpu"]
     # Modes belong to a thread.
     run = threading.Thread.run
 

@@ -93,8 +93,8 @@ def test_every_option_has_an_effect():
     assert {option for option, effect in effects.items() if effect is Effect.changes_training} == {
         *(f"{group}.{name}" for group in ("optim", "sparsity") for name in to_plain(getattr(recipe, group))
           if name != "name"),
-        "train.init_from", "train.steps", "train.epochs", "parallel.precision", "parallel.fp8", "evaluation.patience",
-        "checkpoint.best_metric",
+        "model.dropout", "train.init_from", "train.steps", "train.epochs", "parallel.precision", "parallel.fp8",
+        "evaluation.patience", "checkpoint.best_metric",
     }  # fmt: skip
     recipe.checkpoint.best_metric = "dev/ndcg@10"
     assert effect_of("evaluation.sets[0].subset", recipe) is Effect.changes_training

@@ -7,7 +7,7 @@ from pathlib import Path
 from embedtrain.config.command_options import ErrorOptions, OutputOptions
 from embedtrain.config.compose import compose_command
 from embedtrain.config.options import option
-from embedtrain.config.validation import OptionChecks, require_single_process
+from embedtrain.config.validation import OptionChecks, is_expected, require_single_process
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import install_command
@@ -47,7 +47,7 @@ def compose(arguments: list[str]) -> PagesOptions:
 
 def require_paths(options: PagesOptions) -> None:
     """Raise a ConfigError for a path that does not exist, or if what renders pages is not installed."""
-    if not expand_user(options.pdfs).exists():
+    if not (expand_user(options.pdfs).exists() or is_expected(options.pdfs)):
         raise ConfigError(f"pdfs={options.pdfs}: no such file or folder")
     if importlib.util.find_spec("pypdfium2") is None or importlib.util.find_spec("PIL") is None:
         raise ConfigError(f"pages are rendered by pypdfium2, which is not installed: {install_command('pages')}")

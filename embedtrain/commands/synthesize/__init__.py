@@ -18,7 +18,7 @@ from embedtrain.config.options import check_values, option
 from embedtrain.config.parsing import parse_corpus, parse_sources
 from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import TrainSource
-from embedtrain.config.validation import OptionChecks
+from embedtrain.config.validation import OptionChecks, is_expected
 from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import install_command
@@ -174,8 +174,9 @@ def require_paths(options: SynthesizeOptions) -> None:
         if writer.model and writer.backend is WriterBackend.local
     }
     require_models(**local, **{"checks.round_trip.model": options.checks.round_trip.model or None})
-    if options.prompts is not None and not expand_user(options.prompts).is_dir():
-        raise ConfigError(f"prompts={options.prompts}: there is no such folder")
+    prompts = options.prompts
+    if prompts is not None and not (expand_user(prompts).is_dir() or is_expected(prompts)):
+        raise ConfigError(f"prompts={prompts}: there is no such folder")
     if importlib.util.find_spec("json_repair") is None:
         raise ConfigError(f"answers are read by json-repair, which is not installed: {install_command('synthesize')}")
 

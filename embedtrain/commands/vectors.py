@@ -22,7 +22,7 @@ from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
-from embedtrain.config.paths import require_models, require_sources
+from embedtrain.config.paths import require_models, require_output_outside, require_sources
 from embedtrain.config.recipe import Precision
 from embedtrain.config.validation import OptionChecks, model_options_named
 from embedtrain.errors import ConfigError
@@ -85,14 +85,7 @@ def compose(arguments: list[str]) -> VectorsOptions:
     check.require(bool(options.data), "data", "is missing; write data=[PATH,...], whatever training reads")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the vectors")
     check_train_sources(options.data, "data")
-    output_dir = expand_user(options.output_dir).resolve()
-    for source in options.data:
-        directory = expand_user(source.path)
-        if directory.is_dir() and output_dir.is_relative_to(directory.resolve()):
-            raise ConfigError(
-                f"output_dir={options.output_dir} is in {source.path}, whose files are all read as rows: write a "
-                "directory outside"
-            )
+    require_output_outside(options.output_dir, options.data)
     return options
 
 

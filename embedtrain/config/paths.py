@@ -58,6 +58,18 @@ def require_sources(sources: Sequence[TrainSource], corpus: Sequence[DataPath] =
             raise DataError(f"{source.path}: no such file or folder")
 
 
+def require_output_outside(output_dir: str, sources: Sequence[TrainSource | DataPath], read_as: str = "rows") -> None:
+    """Raise a ConfigError for an output directory inside a folder that is read whole: what is written would be read."""
+    written = expand_user(output_dir).resolve()
+    for source in sources:
+        folder = expand_user(source.path)
+        if folder.is_dir() and written.is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"output_dir={output_dir} is in {source.path}, whose files are all read as {read_as}: write a "
+                "directory outside"
+            )
+
+
 def require_sets(sets: Sequence[EvaluationSet]) -> None:
     """Raise a DataError for an evaluation set that does not exist."""
     for evaluation_set in sets:

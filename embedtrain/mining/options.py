@@ -20,11 +20,10 @@ from embedtrain.config.evaluation import check_index
 from embedtrain.config.kind_settings import check_score_labels
 from embedtrain.config.options import LENGTH, option
 from embedtrain.config.parsing import parse_corpus
-from embedtrain.config.paths import require_models, require_sources
+from embedtrain.config.paths import require_models, require_output_outside, require_sources
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.validation import OptionChecks
 from embedtrain.errors import ConfigError
-from embedtrain.utils.files import expand_user
 
 Options = TypeVar("Options", bound="RowSearchOptions")
 
@@ -117,11 +116,7 @@ def _check_source(source: TrainSource, output_dir: str) -> None:
         "name",
         f"becomes the name of a file in {output_dir}; write one without / that does not start with a dot",
     )
-    directory = expand_user(source.path)
-    if directory.is_dir() and expand_user(output_dir).resolve().is_relative_to(directory.resolve()):
-        raise ConfigError(
-            f"output_dir={output_dir} is in {source.path}, whose files are all read as rows: write a directory outside"
-        )
+    require_output_outside(output_dir, [source])
 
 
 def require_inputs(options: Options) -> Options:

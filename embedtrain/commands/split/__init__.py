@@ -12,9 +12,8 @@ from embedtrain.config.compose import compose_command
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
-from embedtrain.config.paths import require_sources
+from embedtrain.config.paths import require_output_outside, require_sources
 from embedtrain.config.validation import OptionChecks, require_single_process
-from embedtrain.errors import ConfigError
 from embedtrain.utils.files import expand_user
 
 if TYPE_CHECKING:
@@ -64,14 +63,7 @@ def compose(arguments: list[str]) -> SplitOptions:
     check.require(bool(options.data), "data", "is missing; write data=PATH, a file, folder or Hub data set of rows")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for train.jsonl and dev/")
     check_train_sources(options.data, "data")
-    output_dir = expand_user(options.output_dir)
-    for source in options.data:
-        directory = expand_user(source.path)
-        if directory.is_dir() and output_dir.resolve().is_relative_to(directory.resolve()):
-            raise ConfigError(
-                f"output_dir={options.output_dir} is in {source.path}, whose files are all read as rows: write a "
-                "directory outside"
-            )
+    require_output_outside(options.output_dir, options.data)
     return options
 
 

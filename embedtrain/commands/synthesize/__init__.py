@@ -16,7 +16,7 @@ from embedtrain.config.launch import HELP as LAUNCH_HELP
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.options import check_values, option
 from embedtrain.config.parsing import parse_corpus, parse_sources
-from embedtrain.config.paths import require_models, require_sources
+from embedtrain.config.paths import require_models, require_output_outside, require_sources
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.validation import OptionChecks, is_expected
 from embedtrain.errors import ConfigError
@@ -102,14 +102,7 @@ def compose(arguments: list[str]) -> SynthesizeOptions:
     options.corpus = parse_corpus(options.corpus)
     check.require(bool(options.corpus), "corpus", "is missing; write files, folders or Hub data sets of documents")
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the rows")
-    output_dir = expand_user(options.output_dir).resolve()
-    for each in options.corpus:
-        folder = expand_user(each.path)
-        if folder.is_dir() and output_dir.is_relative_to(folder.resolve()):
-            raise ConfigError(
-                f"output_dir={options.output_dir} is in {each.path}, whose files are all read as documents: write a "
-                "directory outside"
-            )
+    require_output_outside(options.output_dir, options.corpus, read_as="documents")
     check_writer(options.writer, "writer.")
     check_checks(options.checks, "checks.")
     _check_queries(options.queries)

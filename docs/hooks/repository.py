@@ -18,6 +18,7 @@ PAGES = {
     "docker/README.md": "docker.md",
     "benchmarks/README.md": "measurements.md",
     "CHANGELOG.md": "changelog.md",
+    "CHANGELOG-0.1.md": "changelog-0.1.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
     "docs/notebook.ipynb": "notebook.md",

@@ -21,7 +21,10 @@ def anchors(page: Path) -> set[str]:
     return {slugify(html.unescape(heading.replace("`", "")), "-") for heading in _HEADING.findall(text)}
 
 
-@pytest.mark.parametrize("page", [*pages(), ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+CHANGELOGS = [ROOT / "CHANGELOG.md", ROOT / "CHANGELOG-0.1.md"]
+
+
+@pytest.mark.parametrize("page", [*pages(), *CHANGELOGS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_have_targets(page):
     for target in _LINK.findall(without_code(page.read_text(encoding="utf-8"))):
         if re.match(r"https?://|mailto:", target):

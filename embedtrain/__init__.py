@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from embedtrain.api import evaluate, export, load_encoder, mine, synthesize, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _FUNCTIONS = ("evaluate", "export", "load_encoder", "mine", "synthesize", "train")
 __all__ = ["__version__", "evaluate", "export", "load_encoder", "mine", "synthesize", "train"]
 

@@ -1,9 +1,10 @@
 """Writes tables of options into docs/reference/ and docs/from-*.md: `python docs/hooks/reference.py`.
 
 The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
-of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `VectorFormat`, `DataPath`, `RerankerConfig`,
-`PipelineConfig`, `losses` or `commands`. The meaning of an option is its comment in the source, read with tokenize. For
-`migration_LIBRARY` it is a table of `config/migration.py`.
+of those within it. NAME is `Recipe.SECTION`, `TrainSource`, `EvaluationSet`, `VectorFormat`, `DataPath`,
+`RerankerConfig`, `PipelineConfig`, `losses` or `commands.TOPIC`. `Recipe` is the options outside of sections, followed
+by an index of the sections, and `commands` an index of the commands. The meaning of an option is its comment in the
+source, read with tokenize. For `migration_LIBRARY` it is a table of `config/migration.py`.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import embedtrain
 from embedtrain.config import migration
 from embedtrain.config.columns import DataPath
 from embedtrain.config.command_options import RerankerConfig
-from embedtrain.config.commands import COMMANDS
+from embedtrain.config.commands import COMMANDS, TOPICS, Command
 from embedtrain.config.evaluation import EvaluationSet, VectorFormat
 from embedtrain.config.help import Option, docstring_line, meaning, options_of, type_of
 from embedtrain.config.kinds import Kind, kinds
@@ -29,7 +30,7 @@ from embedtrain.pipeline.compose import PipelineConfig
 PAGES = Path(__file__).resolve().parents[1] / "reference"
 MIGRATION_PAGES = PAGES.parent
 
-_GENERATED = re.compile(r"(?<=^<!-- options: )(\w+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+_GENERATED = re.compile(r"(?<=^<!-- options: )([\w.]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 _LIBRARIES = {
     "FLAGEMBEDDING": "FlagEmbedding",
     "TEVATRON": "Tevatron",
@@ -65,13 +66,19 @@ def section(name: str) -> str:
         case "losses":
             shared = tree(LossConfig, "loss.")
             return "\n\n".join([f"## Every loss\n\n{shared}", *map(_loss, LOSSES.values())])
+        case "Recipe":
+            return f"{table(Recipe, '')}\n\n## Sections\n\n{index_of_sections()}"
+        case _ if name.startswith("Recipe."):
+            return recipe_section(name.removeprefix("Recipe."))
         case "commands":
-            return "\n\n".join(f"## {name}\n\n{tree(kind, '', f'{name}.')}" for name, kind in commands().items())
+            return index_of_commands()
+        case _ if name.startswith("commands."):
+            topic = name.removeprefix("commands.")
+            return "\n\n".join(_command(COMMANDS[each]) for each in commands() if COMMANDS[each].topic == topic)
         case _ if name.startswith("migration_"):
             return migration_table(name.removeprefix("migration_"))
         case _:
             kind, anchor = {
-                "Recipe": (Recipe, ""),
                 "TrainSource": (TrainSource, "data.train."),
                 "EvaluationSet": (EvaluationSet, "evaluation.sets."),
                 "VectorFormat": (VectorFormat, "evaluation.vectors."),
@@ -80,6 +87,54 @@ def section(name: str) -> str:
                 "PipelineConfig": (PipelineConfig, "pipeline."),
             }[name]
             return tree(kind, "", anchor)
+
+
+def recipe_section(name: str) -> str:
+    """The options of a section of the recipe, such as `optim`; behind those of `model` are those of each kind."""
+    (option,) = (option for option in options_of(Recipe) if option.name == name)
+    parts = [f"## {name}\n\n{tree(inner, f'{name}.')}" for inner in option.classes if _has_a_table(inner)]
+    if ModelConfig in option.classes:
+        parts += map(_kind, kinds())
+    return "\n\n".join(parts)
+
+
+def index_of_sections() -> str:
+    """A table of the sections of the recipe, each with a link to its options."""
+    rows = []
+    for option in options_of(Recipe):
+        if LossConfig in option.classes:
+            rows.append(f"| [`{option.name}`](losses.md) | The loss, chosen by `loss=NAME`. |")
+        for inner in option.classes:
+            if _has_a_table(inner):
+                link = f"{_page_with(f'Recipe.{option.name}')}#{option.name}"
+                rows.append(f"| [`{option.name}`]({link}) | {_cell(docstring_line(inner))} |")
+    return "| section | options |\n| --- | --- |\n" + "\n".join(rows)
+
+
+def index_of_commands() -> str:
+    """A table of the commands of each topic, each with a link to its options."""
+    parts = []
+    for topic, title in TOPICS.items():
+        rows = []
+        for command in COMMANDS.values():
+            if command.topic == topic:
+                own = command.option_class is not Recipe
+                link = f"{_page_with(f'commands.{topic}')}#{command.name}" if own else "recipe.md"
+                rows.append(f"| [`{command.name}`]({link}) | {command.summary} |")
+        parts.append(f"## {title}\n\n| command | what it does |\n| --- | --- |\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def _page_with(name: str) -> str:
+    """The file name of the page that has the options of this name."""
+    (page,) = (page for page in PAGES.glob("*.md") if f"<!-- options: {name} -->" in page.read_text(encoding="utf-8"))
+    return page.name
+
+
+def _command(command: Command) -> str:
+    """The heading, the purpose and the options of one command."""
+    _, _, options = tree(command.option_class, "", f"{command.name}.").partition("\n\n")  # its docstring names it only
+    return f"## {command.name}\n\n`embedtrain {command.name}`: {command.summary}.\n\n{options}"
 
 
 def migration_table(library: str) -> str:
@@ -96,7 +151,7 @@ def migration_table(library: str) -> str:
 
 def commands() -> dict[str, type]:
     """The dataclass of the options of each command that has some of its own."""
-    return {name: COMMANDS[name].option_class for name in sorted(COMMANDS) if COMMANDS[name].option_class is not Recipe}
+    return {name: COMMANDS[name].option_class for name in COMMANDS if COMMANDS[name].option_class is not Recipe}
 
 
 def option_dataclasses() -> Iterator[type]:
@@ -122,14 +177,10 @@ def tree(kind: type, prefix: str, anchor: str = "") -> str:
         prefix: precedes the names of its fields, such as `model.`.
         anchor: precedes that in the anchors of a page with several dataclasses.
     """
-    parts = [docstring_line(kind), table(kind, prefix, anchor)] if kind is not Recipe else [table(kind, prefix, anchor)]
+    parts = [docstring_line(kind), table(kind, prefix, anchor)]
     for option in options_of(kind):
-        for inner in option.classes:
-            if _has_a_table(inner):
-                level = "##" if not prefix and kind is Recipe else "###"
-                parts.append(f"{level} {prefix}{option.name}\n\n{tree(inner, f'{prefix}{option.name}.', anchor)}")
-            if inner is ModelConfig:
-                parts += map(_kind, kinds())
+        name = f"{prefix}{option.name}"
+        parts += [f"### {name}\n\n{tree(inner, f'{name}.', anchor)}" for inner in option.classes if _has_a_table(inner)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from embedtrain import __version__
 from embedtrain.cli.completion import SHELLS, completion_script
 from embedtrain.cli.entry import run_command, run_named
-from embedtrain.config.commands import COMMANDS, Command, find_command
+from embedtrain.config.commands import COMMANDS, TOPICS, Command, find_command
 from embedtrain.config.migration import IN_PYTHON, SUBCOMMANDS
 from embedtrain.errors import ConfigError
 
@@ -55,8 +55,11 @@ def _with_topic_last(arguments: list[str]) -> list[str]:
 def overview() -> str:
     """All commands, each with its line, on one screen."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS.values()]
-    return _OVERVIEW.format(version=__version__, commands="\n".join(lines))
+    parts = []
+    for topic, title in TOPICS.items():
+        lines = [f"  {each.name:<{width}}  {each.summary}" for each in COMMANDS.values() if each.topic == topic]
+        parts.append("\n".join([f"{title}:", *lines]))
+    return _OVERVIEW.format(version=__version__, commands="\n".join(parts))
 
 
 def _answer(arguments: Sequence[str]) -> None:

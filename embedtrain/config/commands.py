@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 MODEL, DATA, VECTORS, RUN, DIR = "model", "data", "vectors", "run", "dir"
 
 
+# What commands are for, in the order of the overview and of the reference.
+TOPICS = {
+    "train": "Train",
+    "data": "Prepare data",
+    "evaluate": "Evaluate and search",
+    "models": "Export models, and make others of them",
+}
+
+
 def _nothing(_options: Any) -> None:
     """For commands without paths."""
 
@@ -30,6 +39,7 @@ class Command:
         name: what follows `embedtrain`, or `python -m embedtrain`: a name, or `module:NAME` of a command in a module of
             the user's.
         summary: its line in the overview.
+        topic: the key of TOPICS that it is listed with.
         options: the dataclass of its options, or `module:Class` of one that is imported when it is needed.
         compose: from the command line to checked options; it imports no torch, and paths need not exist.
         require_paths: raises a ConfigError for options with paths that do not exist.
@@ -56,6 +66,7 @@ class Command:
     options: type[Any] | str
     compose: Callable[[list[str]], Any]
     run: Callable[..., Any]
+    topic: str = ""
     require_paths: Callable[[Any], object] = _nothing
     ranks: bool = False
     computes: bool = True
@@ -124,13 +135,14 @@ class _Later:
         return _load(self.module, self.function)(*arguments)
 
 
-def _builtin(name: str, summary: str, options: str, *, paths: bool = True, **more: Any) -> Command:
+def _builtin(name: str, topic: str, summary: str, options: str, *, paths: bool = True, **more: Any) -> Command:
     """A command of the package: `compose`, `run` and, with `paths`, `require_paths` of embedtrain/commands/NAME."""
     module = f"embedtrain.commands.{name}"
     if paths:
         more["require_paths"] = _Later(module, "require_paths")
     return Command(
         name=name,
+        topic=topic,
         summary=summary,
         options=f"{module}:{options}",
         compose=_Later(module, "compose"),
@@ -148,6 +160,7 @@ COMMANDS = {
     for command in (
         _builtin(
             "train",
+            "train",
             "train a model; the same command resumes it",
             "Recipe",
             ranks=True,
@@ -158,25 +171,52 @@ COMMANDS = {
             outputs={MODEL: "model", RUN: ""},
         ),
         _builtin(
-            "evaluate",
-            "measure a model on evaluation sets or MTEB",
-            "EvaluateOptions",
-            ranks=True,
-            resumes=True,
-            takes={MODEL: _embeds, "reranker.path": _reranks},
-            **_WRITES,
+            "plan",
+            "train",
+            "estimate memory, strategy and time before a GPU is booked",
+            "PlanOptions",
+            paths=False,
+            takes_recipe=True,
         ),
         _builtin(
-            "mine",
-            "mine hard negatives for training data",
-            "MineOptions",
+            "doctor",
+            "train",
+            "check whether this machine is ready for training",
+            "DoctorOptions",
+            paths=False,
             ranks=True,
-            resumes=True,
-            takes={MODEL: _embeds},
-            **_ROWS,
+        ),
+        _builtin(
+            "submit", "train", "submit a training to a cluster", "SubmitOptions", computes=False, takes_recipe=True
+        ),
+        _builtin(
+            "report",
+            "train",
+            "write an HTML page about one run or several",
+            "ReportOptions",
+            paths=False,
+            computes=False,
+        ),
+        _builtin(
+            "inspect",
+            "data",
+            "show how data is read, cut and batched",
+            "InspectOptions",
+            paths=False,
+            takes_recipe=True,
+        ),
+        _builtin(
+            "split",
+            "data",
+            "hold out queries of training data as an evaluation set",
+            "SplitOptions",
+            computes=False,
+            output="output_dir",
+            outputs={DATA: "*.jsonl", "dev": "dev"},
         ),
         _builtin(
             "filter",
+            "data",
             "keep the training rows whose positives rank high",
             "FilterOptions",
             ranks=True,
@@ -185,7 +225,29 @@ COMMANDS = {
             **_ROWS,
         ),
         _builtin(
+            "mine",
+            "data",
+            "mine hard negatives for training data",
+            "MineOptions",
+            ranks=True,
+            resumes=True,
+            takes={MODEL: _embeds},
+            **_ROWS,
+        ),
+        _builtin(
+            "synthesize",
+            "data",
+            "write training rows for documents by a language model",
+            "SynthesizeOptions",
+            ranks=True,
+            saves_on_signal=True,
+            resumes=True,
+            output="output_dir",
+            outputs={DATA: "rows.jsonl"},
+        ),
+        _builtin(
             "vectors",
+            "data",
             "compute a teacher's vectors of training data once",
             "VectorsOptions",
             ranks=True,
@@ -196,77 +258,8 @@ COMMANDS = {
             **_WRITES,
         ),
         _builtin(
-            "synthesize",
-            "write training rows for documents by a language model",
-            "SynthesizeOptions",
-            ranks=True,
-            saves_on_signal=True,
-            resumes=True,
-            output="output_dir",
-            outputs={DATA: "rows.jsonl"},
-        ),
-        _builtin("search", "search a corpus with a model", "SearchOptions"),
-        _builtin(
-            "export",
-            "write a model directory from a checkpoint",
-            "ExportOptions",
-            resumes=True,
-            **_MODEL,
-        ),
-        _builtin("verify", "compare the vectors of serving engines with those of a model", "VerifyOptions"),
-        _builtin(
-            "merge",
-            "merge the weights of several models",
-            "MergeOptions",
-            ranks=True,
-            **_MODEL,
-        ),
-        _builtin(
-            "calibrate",
-            "prepare vectors for compression",
-            "CalibrateOptions",
-            ranks=True,
-            resumes=True,
-            takes={MODEL: _is_one_model_of_vectors},
-            **_MODEL,
-        ),
-        _builtin("inspect", "show how data is read, cut and batched", "InspectOptions", paths=False, takes_recipe=True),
-        _builtin(
-            "prune",
-            "make a smaller model from some of a model's layers",
-            "PruneOptions",
-            makes_smaller=True,
-            takes={MODEL: _is_one_model},
-            **_MODEL,
-        ),
-        _builtin(
-            "trim",
-            "make a smaller model without the tokens that a corpus does not use",
-            "TrimOptions",
-            makes_smaller=True,
-            takes={MODEL: _is_one_model},
-            **_MODEL,
-        ),
-        _builtin(
-            "static",
-            "make a static embedding model from a model",
-            "StaticOptions",
-            makes_smaller=True,
-            ranks=True,
-            takes={MODEL: _is_one_model_of_vectors},
-            kind="dense",
-            **_MODEL,
-        ),
-        _builtin(
-            "split",
-            "hold out queries of training data as an evaluation set",
-            "SplitOptions",
-            computes=False,
-            output="output_dir",
-            outputs={DATA: "*.jsonl", "dev": "dev"},
-        ),
-        _builtin(
             "pages",
+            "data",
             "render the pages of PDF files as pictures",
             "PagesOptions",
             computes=False,
@@ -276,17 +269,72 @@ COMMANDS = {
             outputs={DATA: "pages/pages.jsonl"},
         ),
         _builtin(
-            "plan",
-            "estimate memory, strategy and time before a GPU is booked",
-            "PlanOptions",
-            paths=False,
-            takes_recipe=True,
+            "evaluate",
+            "evaluate",
+            "measure a model on evaluation sets or MTEB",
+            "EvaluateOptions",
+            ranks=True,
+            resumes=True,
+            takes={MODEL: _embeds, "reranker.path": _reranks},
+            **_WRITES,
         ),
-        _builtin("report", "write an HTML page about one run or several", "ReportOptions", paths=False, computes=False),
+        _builtin("search", "evaluate", "search a corpus with a model", "SearchOptions"),
+        _builtin("verify", "evaluate", "compare the vectors of serving engines with those of a model", "VerifyOptions"),
         _builtin(
-            "doctor", "check whether this machine is ready for training", "DoctorOptions", paths=False, ranks=True
+            "export",
+            "models",
+            "write a model directory from a checkpoint",
+            "ExportOptions",
+            resumes=True,
+            **_MODEL,
         ),
-        _builtin("submit", "submit a training to a cluster", "SubmitOptions", computes=False, takes_recipe=True),
+        _builtin(
+            "calibrate",
+            "models",
+            "prepare vectors for compression",
+            "CalibrateOptions",
+            ranks=True,
+            resumes=True,
+            takes={MODEL: _is_one_model_of_vectors},
+            **_MODEL,
+        ),
+        _builtin(
+            "merge",
+            "models",
+            "merge the weights of several models",
+            "MergeOptions",
+            ranks=True,
+            **_MODEL,
+        ),
+        _builtin(
+            "prune",
+            "models",
+            "make a smaller model from some of a model's layers",
+            "PruneOptions",
+            makes_smaller=True,
+            takes={MODEL: _is_one_model},
+            **_MODEL,
+        ),
+        _builtin(
+            "trim",
+            "models",
+            "make a smaller model without the tokens that a corpus does not use",
+            "TrimOptions",
+            makes_smaller=True,
+            takes={MODEL: _is_one_model},
+            **_MODEL,
+        ),
+        _builtin(
+            "static",
+            "models",
+            "make a static embedding model from a model",
+            "StaticOptions",
+            makes_smaller=True,
+            ranks=True,
+            takes={MODEL: _is_one_model_of_vectors},
+            kind="dense",
+            **_MODEL,
+        ),
     )
 }
 # Those that can be stages of pipelines and be submitted to a cluster.

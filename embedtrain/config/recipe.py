@@ -276,7 +276,7 @@ class OnError(str, Enum):
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """The model to train: the options that every kind of model has. Those of each kind are a subclass in `kinds/`."""
+    """The model to train: options that every kind of model has."""
 
     # What the model computes: dense (a vector per text), dual_encoder (the same, by one model for queries and another
     # for documents), image_text (a vector per text and per picture, CLIP), cross_encoder (a score per pair of query and

@@ -44,6 +44,33 @@ def test_every_page_of_the_nav_is_built_and_in_the_search(site):
         assert message in index
 
 
+def test_pages_have_titles_and_descriptions_of_their_own(site):
+    """A search engine shows both, and cuts a description of more than 160 characters."""
+    titles, descriptions = {}, {}
+    for page in sorted(site.rglob("*.html")):
+        if page.name == "404.html":
+            continue
+        text = page.read_text(encoding="utf-8")
+        name = str(page.relative_to(site))
+        title = html.unescape(re.search("<title>(.*?)</title>", text)[1])
+        description = html.unescape(re.search('<meta name="description" content="([^"]*)"', text)[1])
+        assert 40 <= len(description) <= 160, f"{name}: {description!r}, the first sentence of the page"
+        assert not re.search(r"[`$*<>]|\]\(", title + description), f"{name} {title} {description}"
+        assert titles.setdefault(title, name) == name, f"{name} has the title of {titles[title]}"
+        assert descriptions.setdefault(description, name) == name, f"{name} is described as {descriptions[description]}"
+    assert len(titles) > 60
+
+
+def test_descriptions_are_first_sentences():
+    hook = load_hook("summaries")
+    markdown = "# The `a`\n\n![A picture](b.svg)\n\nUse [`c`](c.md), e.g. **here**. It is\nshort. {}\n\n## Next\n"
+    assert hook.title(markdown) == "The a"
+    assert hook.description(markdown.format("More.")) == "Use c, e.g. here. It is short. More."
+    assert hook.description(markdown.format("More " * 30)) == "Use c, e.g. here. It is short."
+    assert hook.description(f"# A\n\n{'word ' * 40}") == "word " * 31 + "…"
+    assert hook.description("# A\n\nIt runs:\n\n```bash\ncommand\n```\n") == "It runs"
+
+
 def test_the_site_opens_without_a_network(site):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
@@ -93,7 +120,7 @@ def test_formulas_are_mathml_and_the_reference_has_tables(site):
     assert text.count("<math") > 20
     assert "arithmatex" not in text
     assert "$$" not in text
-    recipe = (site / "reference" / "recipe.html").read_text(encoding="utf-8")
+    recipe = (site / "reference" / "training.html").read_text(encoding="utf-8")
     assert 'id="option.train.global_batch_size"' in recipe
     assert "\\|" not in recipe
 

@@ -18,7 +18,7 @@ from types import FunctionType
 from typing import Any
 
 from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
-from embedtrain.commands.synthesize.writing import read_synthesis
+from embedtrain.commands.synthesize.synthesis import read_synthesis
 from embedtrain.config.code import register_code
 from embedtrain.config.command_line import flatten, to_overrides
 from embedtrain.config.command_options import EncodeOptions, PrecisionOptions, RankOptions, ShardOptions

@@ -15,7 +15,8 @@ from torch.distributed import TCPStore
 import embedtrain.__main__
 from embedtrain.cli.entry import run_command
 from embedtrain.commands.synthesize import api
-from embedtrain.commands.synthesize.asker import open_answers, open_asker
+from embedtrain.commands.synthesize.answers import open_answers
+from embedtrain.commands.synthesize.asker import open_asker
 from embedtrain.commands.synthesize.types import Message, Request, WriterConfig
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import joined_world

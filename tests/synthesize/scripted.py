@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.commands.synthesize import SynthesizeOptions, compose
+from embedtrain.commands.synthesize.synthesis import synthesize
 from embedtrain.commands.synthesize.types import Answer, Estimate, Refusal, RefusalReason, Reply, Request
-from embedtrain.commands.synthesize.writing import synthesize
 from embedtrain.distributed.world import World
 from embedtrain.tracking.console import Console
 

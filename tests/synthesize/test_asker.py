@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from embedtrain.commands.synthesize import api
-from embedtrain.commands.synthesize.asker import AnswerLog, open_answers, open_asker
+from embedtrain.commands.synthesize.answers import AnswerLog, open_answers
+from embedtrain.commands.synthesize.asker import open_asker
 from embedtrain.commands.synthesize.types import (
     Answer,
     Message,

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from embedtrain.commands.synthesize.prompts import Prompts
+from embedtrain.commands.synthesize.synthesis import synthesize
 from embedtrain.commands.synthesize.types import RefusalReason
 from embedtrain.commands.synthesize.writing import (
     Documents,
@@ -15,7 +16,6 @@ from embedtrain.commands.synthesize.writing import (
     QueryWriter,
     neighbours,
     read_example_queries,
-    synthesize,
     windows_of,
 )
 from embedtrain.config.columns import DataPath

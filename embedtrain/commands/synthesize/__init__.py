@@ -179,8 +179,9 @@ def run(options: SynthesizeOptions, signals: "StopSignals") -> Path:
 
     Returns the file of rows. Raises Stopped if a signal has ended it, after the requests in flight.
     """
-    from embedtrain.commands.synthesize.asker import open_answers, open_asker
-    from embedtrain.commands.synthesize.writing import synthesize
+    from embedtrain.commands.synthesize.answers import open_answers
+    from embedtrain.commands.synthesize.asker import open_asker
+    from embedtrain.commands.synthesize.synthesis import synthesize
     from embedtrain.distributed.signals import report_early_stop
     from embedtrain.distributed.world import joined_world
     from embedtrain.inference.loading.load import quiet_libraries

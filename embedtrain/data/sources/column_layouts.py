@@ -102,13 +102,17 @@ def _choose_text(
 def _reject_scores(source: TrainSource, row: dict[str, Any], needs: RowRequirements) -> None:
     """Reject `scores` of FlagEmbedding's rows that the loss does not use, and labels, which they do not have.
 
-    A column `score` is no label: `filter annotate=true` writes one.
+    A column `score` is no label: `filter annotate=true` writes one, a list. A single number under such a name is the
+    score of a pair, which a loss of scores would otherwise miss.
     """
+    has_scores = bool({"scores", "pos_scores"} & row.keys())
     compared = [] if source.where is None else [comparison.column for comparison in parse_condition(source.where)]
     if row.get("synthetic"):  # `grade` is that of the query
         compared += ORIGIN_KEYS
     for name, value in row.items():
-        if value is None or name in compared or (name != "scores" and not is_label(name)):
+        is_single = is_score(name) and isinstance(value, int | float) and not has_scores
+        is_meant = name == "scores" or is_label(name) or (is_single and needs.scores != ScoreRequirement.none)
+        if value is None or name in compared or not is_meant:
             continue
         if needs.scores == ScoreRequirement.none:
             raise DataError(

@@ -106,6 +106,17 @@ def test_scores_of_pairs_in_one_list(tmp_path: Path) -> None:
     assert read(path, columns=["query", "pos"])[0][0].positives.texts == ("a", "b")
 
 
+def test_a_single_score_beside_lists_is_refused_by_losses_of_scores(tmp_path: Path) -> None:
+    """It would be left out in silence, and every pair count 1. A list is of `filter annotate=true`."""
+    row = {"query": "q", "pos": ["a"], "score": 0.5}
+    path = write(tmp_path / "a.jsonl", row)
+    for needs in (PAIRS, TEACHER):
+        assert '"score" is not what scores of rows with "pos" and "neg" are called' in error_of(path, needs=needs)
+    assert only(tmp_path, row).positives.texts == ("a",)
+    assert only(tmp_path, {**row, "pos_scores": [0.25]}, needs=PAIRS).positives.scores == (0.25,)
+    assert only(tmp_path, {**row, "neg": ["n"], "score": [0.5]}, needs=PAIRS).positives.scores == (1.0,)
+
+
 def test_texts_with_instructions(tmp_path: Path) -> None:
     gritlm = {"query": ["find", "q"], "pos": [["", "p"]], "neg": [["", "n"], ["", "m"]]}
     example = only(tmp_path, gritlm)

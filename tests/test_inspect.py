@@ -11,10 +11,12 @@ import pytest
 from rich.cells import cell_len
 
 from embedtrain.commands.inspect.sources import (
+    Overlap,
     Repetition,
     RowKeys,
     duplicates_in,
     first_bad_rows,
+    overlaps,
     summarise_extra_columns,
 )
 from embedtrain.commands.inspect.texts import (
@@ -30,11 +32,13 @@ from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
+from embedtrain.evaluation.types import ClusteringSet, Corpus, RetrievalSet, ScoredPairs
 from embedtrain.kinds.cross_encoder.model import PairFormat, PairLayout
 from embedtrain.kinds.sparse.model import StaticQueryLayout
 from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.commands import ENVIRONMENT, call
 from tests.data.files import write
+from tests.evaluation.files import beir
 from tests.small import save_small, small_model, small_tokenizer, text
 
 BAD = [b'{"query": 7, "pos": ["a"]}\n', b'{"query": "a", "pos": []}\n', b'{"query": "cut', b'{"pos": ["b"]}\n']
@@ -126,6 +130,22 @@ def test_rows_are_equal_whatever_the_order_of_their_negatives_and_contradictions
     assert actual.both == 3
     assert actual.contradictions == 2  # of query 2: text 20, and text 30
     assert duplicates_in(keys((1, [10], []), (2, [20], []))).both == 0
+
+
+def test_texts_of_evaluation_sets_are_found_among_the_rows(tmp_path):
+    """Of every kind of set: queries and relevant documents, whatever their case and the spaces around them."""
+    one, two = ({"query": f"Question {i}", "pos": [f"answer {i}", f"more {i}"], "neg": ["else"]} for i in (1, 2))
+    stores = [load(write(tmp_path / f"{i}.jsonl", row), tmp_path)[0].stores[0] for i, row in enumerate((one, two, two))]
+    documents = Corpus.from_dict({"a": "MORE 2", "b": "answer 1", "c": "answer 3", "d": "else"})
+    queries = {"1": " question 2\n", "2": "question 1", "3": "question 3", "4": "question 3"}
+    judgements = {"1": {"a": 1, "b": 0}, "3": {"c": 2, "d": 1}, "4": {"c": 1}}
+    sets = [
+        RetrievalSet("search", queries, documents, judgements),
+        ScoredPairs("pairs", ["answer 1", "x"], ["Answer 2", "answer 1"], [0.0, 1.0]),
+        ClusteringSet("groups", ["question 1", "question 9", "else"], [["a"], ["b"], ["b"]]),
+    ]
+    actual = overlaps(sets, stores)
+    assert actual == [Overlap("search", 2, 1, 3, 1), Overlap("pairs", 2, 1, 2, 2), Overlap("groups", 3, 1, 0, 0)]
 
 
 def test_extra_columns_are_counted(tmp_path):
@@ -225,12 +245,16 @@ def test_inspect_of_a_recipe(tmp_path):
     save_small(small_model("xlm-roberta"), tmp_path / "model")
     for weights in (tmp_path / "model").glob("*.safetensors"):
         weights.unlink()
+    queries = {"1": rows(1)[0]["query"].upper(), "2": "new"}
+    documents = {"a": rows(2)[1]["pos"][0], "b": "other"}
+    beir(tmp_path / "dev", documents, queries, "query-id\tcorpus-id\tscore\n1\ta\t1\n2\tb\t1\n")
     arguments = [
         "recipe=bce_xlmr", "model.path=model", "model.pooling=mean", "model.max_length=24",
         "data.train=[{path: one.jsonl, query_prompt: 'alpha '}, {path: two.jsonl, weight: 2}]", "data.cache_dir=cache",
-        "train.epochs=3", "train.global_batch_size=16", "evaluation.sets=[]",
+        "train.epochs=3", "train.global_batch_size=16", "evaluation.sets=[dev]",
     ]  # fmt: skip
     output = call("inspect", *arguments, cwd=tmp_path)
+    assert re.search(r"^  dev +2 +1 +2 +1$", output, re.M)
     assert re.search(r"^  query +\d+  <s> alpha .* </s>$", output, re.M)
     assert re.search(r"^  two +20 +0 +40 +2\.00 +40\.0%$", output, re.M)
     assert re.search(r"^  total +80 +0 +100 +100\.0%$", output, re.M)

@@ -26,7 +26,7 @@ from embedtrain.config.options import option
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import Attention, ModelConfig, Precision, Recipe
 from embedtrain.config.validation import OptionChecks, require_single_process
-from embedtrain.errors import ConfigError, DataError
+from embedtrain.errors import ConfigError, DataError, HubUnavailable
 from embedtrain.utils.files import expand_user
 from embedtrain.utils.formatting import printable
 
@@ -213,7 +213,7 @@ def run(arguments: tuple[Recipe, InspectOptions]) -> None:
         _print_examples(page, inspected, tokenizer, options.examples)
         if options.pictures is not None:
             sheet += _shown_source(inspected, statistics[-1], problems, empty, tokenizer)
-    _print_whole(page, recipe, inspected_data, statistics, num_empty, tokenizer, of_training=not options.data)
+    _print_whole(page, recipe, inspected_data, statistics, num_empty, tokenizer, cache, of_training=not options.data)
     print_cache_size(page, cache.directory, inspected_data.datasets)
     if options.pictures is not None:
         page.subheading(_write_pictures(options.pictures, sheet))
@@ -360,6 +360,7 @@ def _print_whole(
     statistics: Sequence["TextStatistics"],
     num_empty: Sequence[int],
     tokenizer: "UntruncatedTokenizer | None",
+    cache: "Cache",
     *,
     of_training: bool,
 ) -> None:
@@ -390,8 +391,28 @@ def _print_whole(
         print_duplicates(page, duplicates_in(whole.keys))
     if of_training:
         print_run(page, data.plan, recipe.train)
+    if of_training and recipe.evaluation.sets:
+        _print_overlaps(page, recipe, data, cache)
     if of_training and tokenizer is not None:
         print_costs(page, _costs(recipe, data, tokenizer), recipe.train.chunk_tokens)
+
+
+def _print_overlaps(page: "Page", recipe: Recipe, data: "TrainData", cache: "Cache") -> None:
+    """Texts of evaluation sets that the training data has as well; a set that is not cached is named."""
+    from embedtrain.commands.inspect.printing import print_overlaps
+    from embedtrain.commands.inspect.sources import overlaps
+    from embedtrain.evaluation.sets import read_set, set_name
+
+    sets, missing = [], []
+    for config in recipe.evaluation.sets:
+        try:
+            sets.append(read_set(config, subset=recipe.evaluation.subset, cache=cache).data)
+        except HubUnavailable:
+            missing.append(set_name(config))
+    if sets:
+        print_overlaps(page, overlaps(sets, data.stores))
+    if missing:
+        page.note(f"not compared, because the Hugging Face Hub cannot be reached: {', '.join(missing)}", "bold yellow")
 
 
 def _costs(recipe: Recipe, data: "TrainData", tokenizer: "UntruncatedTokenizer") -> dict[str, "Cost"]:

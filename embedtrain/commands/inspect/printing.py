@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from embedtrain import __version__
-from embedtrain.commands.inspect.sources import Duplicates, ExtraColumns, InspectedData, InspectedSource
+from embedtrain.commands.inspect.sources import Duplicates, ExtraColumns, InspectedData, InspectedSource, Overlap
 from embedtrain.commands.inspect.texts import Cost, Lengths, PictureSizes, ShownText, TextStatistics
 from embedtrain.config.recipe import TrainConfig
 from embedtrain.data.cache.row_store import RowStore
@@ -183,6 +183,24 @@ def print_duplicates(page: Page, duplicates: Duplicates) -> None:
         page.table(["", "distinct", "occurrences"], rows)
     else:
         page.note("none: no text occurs in two rows")
+
+
+def print_overlaps(page: Page, overlaps: Sequence[Overlap]) -> None:
+    """A line for each evaluation set: its texts that are in training rows as well."""
+    page.subheading("evaluation sets, and their texts that are also queries or positives of the rows")
+    page.table(
+        ["set", "queries", "in the rows", "relevant documents", "in the rows"],
+        [
+            [
+                overlap.name,
+                f"{overlap.queries:,}",
+                f"{overlap.trained_queries:,}",
+                f"{overlap.documents:,}",
+                f"{overlap.trained_documents:,}",
+            ]
+            for overlap in overlaps
+        ],
+    )
 
 
 def print_example(page: Page, location: str, texts: Sequence[ShownText], num_left_out: int, label: int | None) -> None:

@@ -24,6 +24,7 @@ from embedtrain.data.sources.resolve import find_parts, source_names
 from embedtrain.data.sources.values import BadRow
 from embedtrain.data.train_data import TrainData, load_recipe_data, resolve_sources
 from embedtrain.errors import ConfigError, DataError
+from embedtrain.evaluation.types import ClassificationSet, ClusteringSet, EvaluationData, RetrievalSet
 
 MAX_INSTRUCTIONS = 1_000  # distinct instructions that are counted
 
@@ -180,6 +181,55 @@ def _sums(hashes: NDArray[np.uint64], counts: NDArray[np.integer]) -> NDArray[np
 def _pairs(queries: NDArray[np.int64], documents: NDArray[np.int64], counts: NDArray[np.integer]) -> NDArray[np.uint64]:
     """A key of each document together with its row's query."""
     return random_bits(_PAIR, np.repeat(queries, counts), documents)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How many texts of an evaluation set are queries or positives of training rows."""
+
+    name: str
+    queries: int  # different ones
+    trained_queries: int
+    documents: int  # relevant to a query
+    trained_documents: int
+
+
+def overlaps(sets: Sequence[EvaluationData], stores: Sequence[RowStore]) -> list[Overlap]:
+    """Compare the texts of evaluation sets with those of training rows, without case and surrounding whitespace.
+
+    Of a retrieval set these are the judged queries and the documents with a gain, of pairs their two texts. Texts
+    of other sets count as queries. Instructions of rows and prompts are not part of the texts.
+    """
+    texts = [tuple(_bare(pa.array(side, pa.large_string())).unique() for side in _sides_of(data)) for data in sets]
+    every = pa.chunked_array([side for of_set in texts for side in of_set], pa.large_string()).unique()
+    found = np.zeros(len(every), dtype=np.bool_)
+    for store in stores:
+        for batch in batches_of(store):
+            for column in (batch.columns[0], batch.columns[1].flatten()):
+                indices = pc.index_in(_bare(column.cast(pa.large_string())), value_set=every).drop_null()
+                found[indices.to_numpy(zero_copy_only=False)] = True
+    trained = every.filter(pa.array(found))
+    counts = [[(len(side), pc.sum(pc.is_in(side, trained)).as_py() or 0) for side in of_set] for of_set in texts]
+    return [Overlap(data.name, *queries, *documents) for data, (queries, documents) in zip(sets, counts, strict=True)]
+
+
+def _bare(texts: pa.Array) -> pa.Array:
+    return pc.utf8_lower(pc.utf8_trim_whitespace(texts))
+
+
+def _sides_of(data: EvaluationData) -> tuple[Sequence[str], Sequence[str]]:
+    """The queries and the relevant documents of a set."""
+    match data:
+        case RetrievalSet():
+            relevant = {name for gains in data.judgements.values() for name, gain in gains.items() if gain > 0}
+            documents = zip(data.documents.ids, data.documents.texts, strict=True)
+            return [data.queries[name] for name in data.judged_queries], [
+                text for name, text in documents if name in relevant
+            ]
+        case ClassificationSet() | ClusteringSet():
+            return data.texts, []
+        case _:
+            return data.first, data.second
 
 
 # Losses that use an extra column, tried if the recipe's loss cannot read a source.

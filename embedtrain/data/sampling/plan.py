@@ -396,7 +396,7 @@ class BatchDocuments:
 
     query_keys: NDArray[np.int64]  # [B], equal exactly where two queries are equal
     keys: NDArray[np.int64]  # [E], row by row: equal exactly where two texts are equal
-    ids: NDArray[np.int64] | None  # [E], equal exactly where two ids are equal, -1 without an id; None: there are none
+    ids: NDArray[np.int64] | None  # [E], equal exactly where two ids are equal, -1 without one; None if there are none
     counts: NDArray[np.int64]  # [B], documents that each row holds, with those that the batch does not use
     used: NDArray[np.int64]  # [K], the documents that the batch uses, among the E
 

@@ -1,6 +1,9 @@
 """embedtrain: train text-embedding models on one GPU, one node or many nodes.
 
-`from embedtrain import train, evaluate, mine, export, load_encoder`: see `embedtrain.api`.
+    from embedtrain import train, evaluate, load_encoder
+
+`help(embedtrain.train)` explains a function with all of its options: `train`, `evaluate`, `mine`, `filter`, `split`,
+`search`, `plan`, `synthesize`, `export`, `load_encoder`.
 """
 
 import sys
@@ -20,11 +23,23 @@ if (
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from embedtrain.api import evaluate, export, load_encoder, mine, synthesize, train
+    from embedtrain.api import evaluate, export, filter, load_encoder, mine, plan, search, split, synthesize, train
 
 __version__ = "0.2.0"
-_FUNCTIONS = ("evaluate", "export", "load_encoder", "mine", "synthesize", "train")
-__all__ = ["__version__", "evaluate", "export", "load_encoder", "mine", "synthesize", "train"]
+__all__ = [
+    "__version__",
+    "evaluate",
+    "export",
+    "filter",
+    "load_encoder",
+    "mine",
+    "plan",
+    "search",
+    "split",
+    "synthesize",
+    "train",
+]
+_FUNCTIONS = __all__[1:]
 
 
 def __getattr__(name: str) -> Any:

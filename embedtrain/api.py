@@ -1,4 +1,4 @@
-"""The Python API: train, evaluate, mine, synthesize, export and encode, in a notebook, a test, or under torchrun.
+"""The Python API: the commands as functions, and an encoder, in a notebook, a test, or under torchrun.
 
     from embedtrain import train, evaluate, load_encoder
 
@@ -8,31 +8,42 @@ calls none, if the one that it was forked from has. Without a launcher a world o
 under torchrun every rank calls the function with the same arguments and gets the same result.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import contextlib
+import html
+import inspect
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
 
 from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
+from embedtrain.commands.plan import make_plan
+from embedtrain.commands.search import Hit, answers
 from embedtrain.commands.synthesize.synthesis import read_synthesis
 from embedtrain.config.code import register_code
 from embedtrain.config.command_line import flatten, to_overrides
 from embedtrain.config.command_options import EncodeOptions, PrecisionOptions, RankOptions, ShardOptions
-from embedtrain.config.commands import COMMANDS
+from embedtrain.config.commands import COMMANDS, Command
 from embedtrain.config.compose import compose_command, compose_recipes
 from embedtrain.config.evaluation import EvaluationConfig
+from embedtrain.config.help import keywords, python_options
 from embedtrain.config.hydra_files import choices
 from embedtrain.config.paths import require_models, require_recipe_paths, require_run, require_sets, require_sources
 from embedtrain.config.recipe import DataConfig, Recipe
 from embedtrain.config.validation import OptionChecks
+from embedtrain.data.images.item import plain
 from embedtrain.data.in_memory import InMemoryData, is_splits
+from embedtrain.data.sources.pictures import shown_item
 from embedtrain.distributed.signals import StopSignals
-from embedtrain.distributed.world import World, joined_world
-from embedtrain.errors import ConfigError
+from embedtrain.distributed.world import World, joined_world, rank_from_environment
+from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.sentence_transformers import TextEncoder
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.command_model import command_model_config, load_encoder_model
@@ -41,12 +52,29 @@ from embedtrain.losses.types import Loss
 from embedtrain.mining.folder import read_summary
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import METRICS_FILE, read_metrics
+from embedtrain.tracking.pages import Page
 from embedtrain.training.train import train as run_training
 from embedtrain.training.train import training_world
+from embedtrain.utils.formatting import format_count
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from embedtrain.keywords import (
+        EncoderKeywords,
+        EvaluateKeywords,
+        ExportKeywords,
+        FilterKeywords,
+        MineKeywords,
+        SearchKeywords,
+        SplitKeywords,
+        SynthesizeKeywords,
+        TrainKeywords,
+    )
 
 _EVALUATE, _MINE, _EXPORT = COMMANDS["evaluate"], COMMANDS["mine"], COMMANDS["export"]
-_SYNTHESIZE = COMMANDS["synthesize"]
-Metrics = dict[str, dict[str, float]]
+_SYNTHESIZE, _FILTER, _SPLIT = COMMANDS["synthesize"], COMMANDS["filter"], COMMANDS["split"]
+_SEARCH, _PLAN = COMMANDS["search"], COMMANDS["plan"]
 StrPath = str | PathLike[str]
 
 
@@ -55,38 +83,184 @@ class EncoderOptions(RankOptions, PrecisionOptions, ShardOptions, EncodeOptions)
     """Options of `embedtrain.load_encoder`."""
 
 
+class Metrics(dict[str, dict[str, float]]):
+    """Results of an evaluation: set -> metric -> value. A notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            html_table(["set", *names], [[name, *(_number(self[name][each]) for each in names)] for name in sets])
+            for names, sets in self._by_metrics().items()
+        )
+
+    def _by_metrics(self) -> dict[tuple[str, ...], list[str]]:
+        """The sets with the same metrics."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name, metrics in self.items():
+            groups.setdefault(tuple(metrics), []).append(name)
+        return groups
+
+
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished training run."""
+    """A finished training run.
+
+    Attributes:
+        output_dir: the directory of the run.
+        model_dir: the model, which opens with sentence-transformers and transformers.
+        step: whose weights were exported: the last, or the best by `checkpoint.best_metric`.
+        has_trained: False if the run had finished before this call, which made the evaluation and the export.
+        metrics: of these weights: set -> metric -> value; empty if nothing was evaluated at this step.
+    """
 
     output_dir: Path
-    model_dir: Path  # opens with sentence-transformers and transformers
-    step: int  # whose weights were exported: the last, or the best by checkpoint.best_metric
-    has_trained: bool  # False: the run had finished before this call, which made the evaluation and the export
-    metrics: Metrics  # of these weights: set -> metric -> value; empty if nothing was evaluated at this step
+    model_dir: Path
+    step: int
+    has_trained: bool
+    metrics: Metrics
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: those with `loss` of training steps, those with `set` of evaluations."""
         return read_metrics(self.output_dir / METRICS_FILE)
 
+    def __repr__(self) -> str:
+        """The directories, the step, and the first metric of each set."""
+        first = {name: dict(list(values.items())[:1]) for name, values in self.metrics.items()}
+        return f"TrainResult(model_dir={str(self.model_dir)!r}, step={self.step}, metrics={first})"
+
+    def _repr_html_(self) -> str:
+        losses = [row["loss"] for row in self.history if row.get("loss") is not None]
+        facts = [
+            ("model", self.model_dir),
+            ("step", f"{self.step:,}{'' if self.has_trained else ', trained by an earlier call'}"),
+            *([("loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last")] if losses else []),
+        ]
+        return html_table([], facts) + self.metrics._repr_html_()
+
 
 @dataclass(frozen=True)
-class MineResult:
-    """Mined rows."""
+class _Rows:
+    """Rows of a command, one file for each source, and its statistics."""
 
-    files: list[Path]  # one for each source; `train(data=files)` reads them
-    summary: dict[str, Any]  # statistics of each source and the most suspicious labels: the content of summary.json
+    files: list[Path]
+    summary: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """The files, and the keys of the summary."""
+        return f"{type(self).__name__}(files={[str(file) for file in self.files]}, summary={_outline(self.summary)})"
+
+    def _repr_html_(self) -> str:
+        return html_table([], [("files", ", ".join(map(str, self.files))), *_facts(self.summary)])
+
+
+class MineResult(_Rows):
+    """Mined rows.
+
+    Attributes:
+        files: one for each source; `train(data=files)` reads them.
+        summary: statistics of each source and the most suspicious labels: the content of summary.json.
+    """
+
+
+class FilterResult(_Rows):
+    """Rows that a filter has kept.
+
+    Attributes:
+        files: one for each source; `train(data=files)` reads them.
+        summary: statistics of each source and rejected examples: the content of summary.json.
+    """
+
+
+class SplitResult(_Rows):
+    """Training rows and an evaluation set without common texts.
+
+    Attributes:
+        files: training rows, one file for each source; `train(data=files)` reads them.
+        summary: what was written, counted.
+    """
+
+    @property
+    def dev(self) -> Path:
+        """The held-out queries as an evaluation set: `train(evaluation=split.dev)`."""
+        return self.files[0].parent / "dev"
 
 
 @dataclass(frozen=True)
 class SynthesizeResult:
-    """Rows of queries that a language model has written."""
+    """Rows of queries that a language model has written.
 
-    rows: Path  # `train(data=[result.rows])` reads them
-    summary: dict[str, Any]  # what was asked for, thrown away and spent: the content of synthesis.json
+    Attributes:
+        rows: the file; `train(data=result.rows)` reads it.
+        summary: what was asked for, thrown away and spent: the content of synthesis.json.
+    """
+
+    rows: Path
+    summary: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """The file, and the keys of the summary."""
+        return f"SynthesizeResult(rows={str(self.rows)!r}, summary={_outline(self.summary)})"
+
+    def _repr_html_(self) -> str:
+        return html_table([], [("rows", self.rows), *_facts(self.summary)])
 
 
+@dataclass(frozen=True)
+class PlanResult:
+    """What a training, a search or a pipeline costs.
+
+    Attributes:
+        fits: whether it fits in memory.
+        summary: sizes in bytes and times in seconds: what `embedtrain plan json=true` prints.
+        text: the tables that `embedtrain plan` prints.
+    """
+
+    fits: bool
+    summary: dict[str, Any]
+    text: str
+
+    def __repr__(self) -> str:
+        """Whether it fits, and the keys of the summary."""
+        return f"PlanResult(fits={self.fits}, summary={_outline(self.summary)})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text)}</pre>"
+
+
+class Hits(list[Hit]):
+    """The documents that a query finds, best first. A notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = [(f"{hit.score:.3f}", hit.id, shown_item(hit.text)) for hit in self]
+        return html_table(["score", "id", "text"], rows)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _takes(*kinds: type) -> Callable[[_Function], _Function]:
+    """Give a function the options of these dataclasses in its docstring and in its signature."""
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        # The options of a group that is a parameter, such as `data` of `train`, are among those of the docstring.
+        listed = "\n".join(python_options(kind, {"loss"} if kind is Recipe else signature.parameters) for kind in kinds)
+        accepted = [each for kind in kinds for each in keywords(kind, signature.parameters)]
+        text = (
+            f"{inspect.cleandoc(function.__doc__ or '')}\n\n"
+            "Options, each with its type, default and meaning. Write those of a group as a mapping,\n"
+            '`train={"steps": 100}`, or by their full name, `options={"train.steps": 100}`.\n\n'
+            f"{listed}"
+        )
+        function.__doc__ = text
+        vars(function)["__signature__"] = signature.replace(parameters=[*own, *accepted])
+        return function
+
+    return decorate
+
+
+@_takes(Recipe)
 def train(
     recipe: str | None = None,
     *,
@@ -96,13 +270,14 @@ def train(
     config_dir: StrPath | None = None,
     options: Mapping[str, Any] | None = None,
     quiet: bool = False,
-    **more: Any,
+    **more: "Unpack[TrainKeywords]",
 ) -> TrainResult:
     """Train a model, or resume the run in `output_dir`, as `embedtrain train` does.
 
     A run that has finished is not trained again. An option that changes training is then an error.
 
-        train(model="DIR", data=rows, train={"steps": 100}, output_dir="runs/first")
+        trained = train("minilm", data=rows, train={"steps": 100}, output_dir="runs/first")
+        trained.model_dir, trained.metrics
 
     Args:
         recipe: a name from `recipes/`, or from `config_dir`/recipe.
@@ -114,11 +289,18 @@ def train(
             `evaluation`.
         loss: the name of a loss, a mapping of its options with `name`, or a class of your own; with arguments,
             `{"path": MyLoss, "kwargs": {...}}`. `evaluation={"function": measure}` names an evaluation function.
-        options, more: all other options of a recipe, nested (`train={"steps": 100}`) or by their full name
-            (`{"train.steps": 100}`). `model` may be a path. Values are exact: `${` in a text has no meaning.
+        config_dir: a folder whose `recipe/NAME.yaml` are further recipes.
+        options, more: all other options of a recipe, listed below. `model` may be a path or a Hub id. Values are exact:
+            `${` in a text has no meaning.
         quiet: print nothing on standard output.
 
-    Raises Stopped if a signal (Ctrl-C in a notebook) ends the run after the current step, with a checkpoint.
+    Returns:
+        TrainResult, with `output_dir`, `model_dir`, `step`, `has_trained`, `metrics` and `history`.
+
+    Raises:
+        EmbedtrainError: an option, the data or the model cannot be used, with the message of the command.
+        Stopped: a signal (Ctrl-C in a notebook) has ended the run after the current step, with a checkpoint. The same
+            call resumes.
     """
     parameters = {
         **_group(data, "data", "train", DataConfig),
@@ -128,44 +310,52 @@ def train(
     flat = flatten(Recipe, parameters, _with_model_path(options or {}), _with_model_path(more))
     if recipe is None and "output_dir" in flat:
         flat.setdefault("name", Path(flat["output_dir"]).name)
-    memory = InMemoryData()
-    _take_from_memory(flat, memory, {"data.train": "rows", "evaluation.sets": "evaluation"})
-    flat = {option: _with_code_paths(value) for option, value in flat.items()}
-    arguments = [*to_overrides({"recipe": recipe} if recipe is not None else {}), *to_overrides(flat)]
-    if config_dir is not None:
-        arguments += ["--config-dir", fspath(config_dir)]
     signals = StopSignals()
-    with own_process_state("train", quiet=quiet), signals.listening():
+    with own_process_state("train", quiet=quiet), _memory(flat) as memory, signals.listening():
+        _take_from_memory(flat, memory, {"data.train": "rows", "evaluation.sets": "evaluation"})
+        flat = {option: _with_code_paths(value) for option, value in flat.items()}
+        arguments = [*to_overrides({"recipe": recipe} if recipe is not None else {}), *to_overrides(flat)]
+        if config_dir is not None:
+            arguments += ["--config-dir", fspath(config_dir)]
         (composed,) = compose_recipes(arguments)
         with training_world(composed) as world:
             _write(memory, composed.output_dir, world)
             require_recipe_paths(composed)
             trained = run_training(composed, world, signals)
     directory = Path(composed.output_dir)
-    return TrainResult(directory, trained.directory, trained.step, trained.has_trained, trained.metrics)
+    return TrainResult(directory, trained.directory, trained.step, trained.has_trained, Metrics(trained.metrics))
 
 
+@_takes(_EVALUATE.option_class)
 def evaluate(
     model: StrPath | TrainResult,
     sets: Any = None,
     *,
     options: Mapping[str, Any] | None = None,
     quiet: bool = False,
-    **more: Any,
+    **more: "Unpack[EvaluateKeywords]",
 ) -> Metrics:
-    """Evaluate a model on sets, as `embedtrain evaluate` does: set -> metric -> value.
+    """Evaluate a model on sets, as `embedtrain evaluate` does.
+
+        evaluate("runs/first/model", "dev/", output_dir="runs/first/evaluate")["dev"]["ndcg@10"]
 
     Args:
         model: a model directory or Hub id, or the result of `train`.
         sets: as `evaluation` of `train`.
-        options, more: other options of the command, such as `precision`, `subset`, `output_dir`, or `function`, a
-            function of your own that measures the model.
+        options, more: other options of the command, listed below. `function` may be a function of your own that
+            measures the model.
+        quiet: print nothing on standard output.
+
+    Returns:
+        Metrics, a dict: set -> metric -> value.
+
+    Raises:
+        EmbedtrainError: as the command does.
     """
-    memory = InMemoryData()
     flat = flatten(_EVALUATE.option_class, {"model": _model_path(model)}, _without_none(sets=sets), options or {}, more)
-    _take_from_memory(flat, memory, {"sets": "evaluation"})
-    flat = {option: _with_code_paths(value) for option, value in flat.items()}
-    with own_process_state("evaluate", quiet=quiet):
+    with own_process_state("evaluate", quiet=quiet), _memory(flat) as memory:
+        _take_from_memory(flat, memory, {"sets": "evaluation"})
+        flat = {option: _with_code_paths(value) for option, value in flat.items()}
         composed = _EVALUATE.compose(to_overrides(flat))
         reranker = composed.reranker
         require_models(model=composed.model, adapter=composed.adapter, reranker=reranker and reranker.path)
@@ -173,10 +363,10 @@ def evaluate(
             _write(memory, composed.output_dir, world)
             require_sets(composed.sets)
             quiet_libraries()
-            metrics: Metrics = _EVALUATE.run(composed)
-            return metrics
+            return Metrics(_EVALUATE.run(composed))
 
 
+@_takes(_MINE.option_class)
 def mine(
     model: StrPath | TrainResult,
     data: Any,
@@ -185,40 +375,178 @@ def mine(
     corpus: Any = None,
     options: Mapping[str, Any] | None = None,
     quiet: bool = False,
-    **more: Any,
+    **more: "Unpack[MineKeywords]",
 ) -> MineResult:
     """Mine hard negatives for training rows, as `embedtrain mine` does.
+
+        mined = mine("runs/first/model", rows, "mined", negatives=7)
+        train("minilm", data=mined.files, output_dir="runs/second")
 
     Args:
         model: a model directory or Hub id, or the result of `train`.
         data: as `data` of `train`.
         output_dir: a new folder for the mined rows.
-        corpus: further documents to search: a path, a mapping of options of `DataPath`, or a list of these.
-        options, more: other options of the command, such as `negatives`, `relative_margin`, `teacher`.
+        corpus: further documents to search: a path, a mapping of options of `DataPath`, a list of these, or documents
+            in memory as in `search`.
+        options, more: other options of the command, listed below.
+        quiet: print nothing on standard output.
+
+    Returns:
+        MineResult, with the `files` of mined rows and a `summary`.
+
+    Raises:
+        EmbedtrainError: as the command does.
     """
-    memory = InMemoryData()
-    parameters = {
-        "model": _model_path(model),
-        "data": data,
-        "output_dir": fspath(output_dir),
-        **_without_none(corpus=corpus),
-    }
-    flat = flatten(_MINE.option_class, parameters, options or {}, _with_code_paths(more))
-    _take_from_memory(flat, memory, {"data": "rows"})
-    with own_process_state("mine", quiet=quiet):
-        composed = _MINE.compose(to_overrides(flat))
-        require_models(model=composed.model, adapter=composed.adapter, teacher=composed.teacher)
-        with joined_world(composed.timeout) as world:
-            _write(memory, composed.output_dir, world)
-            require_sources(composed.data, composed.corpus)
-            files = _MINE.run(composed)
-            summary: dict[str, Any] = {}
-            with world.fail_together("reading the summary"):
-                if world.is_main:
-                    summary = read_summary(Path(composed.output_dir))
-            return MineResult(files, world.broadcast(summary))
+    given = {"model": _model_path(model), "data": data, "output_dir": output_dir, **_without_none(corpus=corpus)}
+    return MineResult(*_search_rows(_MINE, given, options, more, quiet=quiet))
 
 
+@_takes(_FILTER.option_class)
+def filter(
+    model: StrPath | TrainResult,
+    data: Any,
+    output_dir: StrPath,
+    *,
+    corpus: Any = None,
+    options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **more: "Unpack[FilterKeywords]",
+) -> FilterResult:
+    """Keep the training rows whose positives a model ranks high, as `embedtrain filter` does.
+
+        kept = embedtrain.filter("intfloat/multilingual-e5-small", rows, "kept", keep_rank=50)
+        train("minilm", data=kept.files, output_dir="runs/first")
+
+    Args:
+        model: a model directory or Hub id, or the result of `train`.
+        data: as `data` of `train`.
+        output_dir: a folder for the rows; the same call resumes.
+        corpus: further documents to rank among, as in `mine`.
+        options, more: other options of the command, listed below.
+        quiet: print nothing on standard output.
+
+    Returns:
+        FilterResult, with the `files` of kept rows and a `summary`.
+
+    Raises:
+        EmbedtrainError: as the command does.
+    """
+    given = {"model": _model_path(model), "data": data, "output_dir": output_dir, **_without_none(corpus=corpus)}
+    return FilterResult(*_search_rows(_FILTER, given, options, more, quiet=quiet))
+
+
+@_takes(_SPLIT.option_class)
+def split(
+    data: Any,
+    output_dir: StrPath,
+    *,
+    options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **more: "Unpack[SplitKeywords]",
+) -> SplitResult:
+    """Hold out queries of training rows as an evaluation set, as `embedtrain split` does.
+
+        parts = split(frame, "data", dev=300)
+        train("minilm", data=parts.files, evaluation=parts.dev, output_dir="runs/first")
+
+    Args:
+        data: as `data` of `train`.
+        output_dir: a folder for `train.jsonl` and `dev/`, which must not exist in it.
+        options, more: other options of the command, listed below.
+        quiet: print nothing on standard output.
+
+    Returns:
+        SplitResult, with the `files` of training rows, the set `dev`, and a `summary`.
+
+    Raises:
+        EmbedtrainError: as the command does.
+    """
+    with _one_process(_SPLIT, {"data": data, "output_dir": output_dir}, options, more, quiet=quiet) as composed:
+        written = _SPLIT.run(composed)
+        return SplitResult(written.files, asdict(written.counts))
+
+
+@_takes(_SEARCH.option_class)
+def search(
+    model: StrPath | TrainResult,
+    corpus: Any,
+    queries: Sequence[str],
+    *,
+    options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **more: "Unpack[SearchKeywords]",
+) -> list[Hits]:
+    """Find the documents of a corpus that answer each query, as `embedtrain search` does.
+
+        (hits,) = search("runs/first/model", {"d1": "The adult skeleton has 206 bones."}, ["number of bones"])
+        hits[0].score, hits[0].id, hits[0].text
+
+    Args:
+        model: a model directory or Hub id, or the result of `train`.
+        corpus: a path, or documents: `{id: text}`, rows with `id` and `text`, a DataFrame, a Dataset.
+        queries: texts.
+        options, more: other options of the command, listed below.
+        quiet: print nothing on standard output.
+
+    Returns:
+        Of each query its `top_k` best documents: a list of hits with `score`, `id` and `text`.
+
+    Raises:
+        EmbedtrainError: as the command does.
+    """
+    if isinstance(queries, str) or not all(isinstance(query, str) for query in queries):
+        raise ConfigError(f"queries={queries!r}: must be a list of texts; write [{queries!r}] for one")
+    given = {"model": _model_path(model), "corpus": corpus}
+    with _one_process(_SEARCH, given, options, more, quiet=quiet) as composed:
+        quiet_libraries()
+        return [Hits(hits) for _, hits in answers(composed, [list(map(plain, queries))] if queries else [])]
+
+
+@_takes(_PLAN.option_class, Recipe)
+def plan(
+    recipe: str | None = None,
+    *,
+    config_dir: StrPath | None = None,
+    options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **more: Any,
+) -> PlanResult:
+    """Estimate memory, strategy and time of a training or a search, as `embedtrain plan` does.
+
+        plan("bce_xlmr", gpus=64, gpu_memory=80).fits
+        plan(model="DIR", documents=10_000_000).summary["seconds"]
+
+    No GPU and no weights are needed.
+
+    Args:
+        recipe: as in `train`.
+        config_dir: as in `train`.
+        options, more: the hardware and what is planned, and all options of a recipe, listed below.
+        quiet: print nothing on standard output.
+
+    Returns:
+        PlanResult: `fits`, `summary`, and the tables as `text`.
+
+    Raises:
+        EmbedtrainError: as the command does; that it does not fit is no error.
+    """
+    own = {field.name for field in fields(_PLAN.option_class)}
+    given = {**(options or {}), **more}
+    flat = flatten(_PLAN.option_class, {name: given.pop(name) for name in list(given) if name.partition(".")[0] in own})
+    flat |= flatten(Recipe, _with_model_path(given))
+    arguments = [*to_overrides({"recipe": recipe} if recipe is not None else {}), *to_overrides(flat)]
+    if config_dir is not None:
+        arguments += ["--config-dir", fspath(config_dir)]
+    with own_process_state("plan", quiet=quiet):
+        planned = make_plan(_PLAN.compose(arguments))
+        planned.show(Page())
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            planned.show(Page())
+    return PlanResult(planned.fits, planned.content, text.getvalue().strip("\n"))
+
+
+@_takes(_SYNTHESIZE.option_class)
 def synthesize(
     corpus: Any,
     output_dir: StrPath,
@@ -226,7 +554,7 @@ def synthesize(
     writer: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
     quiet: bool = False,
-    **more: Any,
+    **more: "Unpack[SynthesizeKeywords]",
 ) -> SynthesizeResult:
     """Have a language model write queries for documents, as `embedtrain synthesize` does.
 
@@ -236,9 +564,15 @@ def synthesize(
         corpus: documents: a path, a mapping of options of `DataPath`, or a list of these.
         output_dir: a folder for the rows and all answers; the same call resumes.
         writer: options of the language model: `model`, `backend`, `url`, `key_env`, ...
-        options, more: other options of the command, such as `queries`, `checks`, `max_requests`.
+        options, more: other options of the command, listed below.
+        quiet: print nothing on standard output.
 
-    Raises Stopped if a signal (Ctrl-C in a notebook) ends it after the requests in flight.
+    Returns:
+        SynthesizeResult, with the file `rows` and a `summary`.
+
+    Raises:
+        EmbedtrainError: as the command does.
+        Stopped: a signal (Ctrl-C in a notebook) has ended it after the requests in flight.
     """
     parameters = {"corpus": corpus, "output_dir": fspath(output_dir), "writer": writer}
     flat = flatten(_SYNTHESIZE.option_class, parameters, options or {}, more)
@@ -255,6 +589,7 @@ def synthesize(
             return SynthesizeResult(rows, world.broadcast(summary))
 
 
+@_takes(_EXPORT.option_class)
 def export(
     run: StrPath | TrainResult | None = None,
     *,
@@ -263,24 +598,32 @@ def export(
     sets: Any = None,
     options: Mapping[str, Any] | None = None,
     quiet: bool = False,
-    **more: Any,
+    **more: "Unpack[ExportKeywords]",
 ) -> Path:
-    """Write a checkpoint of a run as a model directory, as `embedtrain export` does; returns the directory.
+    """Write a checkpoint of a run as a model directory, as `embedtrain export` does.
+
+        export("runs/first", step="best", output_dir="models/best")
 
     Args:
         run: the output_dir of a run, or the result of `train`.
         step: `latest`, `best`, or the number of a saved step.
         output_dir: default: `model/` in the run's directory.
         sets: as `evaluation` of `train`: the graphs of `formats=["onnx", ...]` are measured on them.
-        options, more: other options of the command, such as `formats`, `dtype`, `push_to_hub`, or `adapters` instead of
-            `run`.
+        options, more: other options of the command, listed below, such as `adapters` instead of `run`.
+        quiet: print nothing on standard output.
+
+    Returns:
+        The model directory.
+
+    Raises:
+        EmbedtrainError: as the command does.
     """
     path = run.output_dir if isinstance(run, TrainResult) else run
     parameters = {"step": str(step), **_without_none(run=path, output_dir=output_dir, sets=sets)}
     flat = flatten(_EXPORT.option_class, parameters, options or {}, _with_code_paths(more))
     # The files of sets are read during the export only, and its output_dir holds nothing but the model.
     with own_process_state("export", quiet=quiet), TemporaryDirectory(prefix="embedtrain-") as folder:
-        memory = InMemoryData(Path(folder))
+        memory = _memory(flat, Path(folder))
         _take_from_memory(flat, memory, {"sets": "evaluation"})
         composed = _EXPORT.compose(to_overrides(flat))
         for exported in composed.runs:
@@ -295,8 +638,13 @@ def export(
             return Path(world.broadcast(directory))
 
 
+@_takes(EncoderOptions)
 def load_encoder(
-    model: StrPath | TrainResult, *, options: Mapping[str, Any] | None = None, quiet: bool = False, **more: Any
+    model: StrPath | TrainResult,
+    *,
+    options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **more: "Unpack[EncoderKeywords]",
 ) -> TextEncoder:
     """Load a model, sharded over the ranks, to encode texts with it.
 
@@ -305,7 +653,14 @@ def load_encoder(
 
     Args:
         model: a model directory or Hub id, or the result of `train`.
-        options, more: `precision`, `max_length`, `query_prompt`, `trust_remote_code`, ...: those of `EncoderOptions`.
+        options, more: how the model computes, listed below.
+        quiet: print nothing on standard output.
+
+    Returns:
+        TextEncoder, with `encode`, `encode_queries`, `encode_documents`, `similarity` and `close`.
+
+    Raises:
+        EmbedtrainError: the model cannot be loaded.
     """
     flat = flatten(EncoderOptions, {"model": _model_path(model)}, options or {}, _with_code_paths(more))
     with own_process_state("load_encoder", quiet=quiet):
@@ -323,6 +678,84 @@ def load_encoder(
             raise
     encoder = SentenceEncoder.from_model(loaded, world, chunk_tokens=composed.chunk_tokens, unshard=composed.unshard)
     return TextEncoder(encoder, loaded.source.prompts, close=SHARED_WORLD.leave)
+
+
+def _search_rows(
+    command: Command,
+    given: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    more: Mapping[str, Any],
+    *,
+    quiet: bool,
+) -> tuple[list[Path], dict[str, Any]]:
+    """Run a command that searches for training rows; the files and the summary that it has written."""
+    flat = flatten(command.option_class, given, options or {}, _with_code_paths(more))
+    with own_process_state(command.name, quiet=quiet), _memory(flat) as memory:
+        _take_from_memory(flat, memory, {"data": "rows"})
+        if "corpus" in flat:
+            flat["corpus"] = memory.corpus(flat["corpus"], "corpus")
+        composed = command.compose(to_overrides(flat))
+        require_models(model=composed.model, adapter=composed.adapter, teacher=composed.teacher)
+        with joined_world(composed.timeout) as world:
+            _write(memory, composed.output_dir, world)
+            require_sources(composed.data, composed.corpus)
+            files: list[Path] = command.run(composed)
+            summary: dict[str, Any] = {}
+            with world.fail_together("reading the summary"):
+                if world.is_main:
+                    summary = read_summary(Path(composed.output_dir))
+            return files, world.broadcast(summary)
+
+
+@contextlib.contextmanager
+def _one_process(
+    command: Command,
+    given: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    more: Mapping[str, Any],
+    *,
+    quiet: bool,
+) -> Iterator[Any]:
+    """The checked options of a command of one process, whose data in memory is in files during the block."""
+    flat = flatten(command.option_class, given, options or {}, _with_code_paths(more))
+    with own_process_state(command.name, quiet=quiet), TemporaryDirectory(prefix="embedtrain-") as folder:
+        with _memory(flat, Path(folder)) as memory:
+            if "corpus" in given:
+                flat["corpus"] = memory.corpus(flat["corpus"], "corpus")
+            _take_from_memory(flat, memory, {"data": "rows"})
+            composed = command.compose(to_overrides(flat))
+            memory.write(Path(folder))
+        command.require_paths(composed)
+        yield composed
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table as HTML, with everything in it escaped."""
+
+    def row(cells: Sequence[object], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in cells)}</tr>"
+
+    head = f"<thead>{row(header, 'th')}</thead>" if header else ""
+    return f"<table>{head}<tbody>{''.join(row(cells, 'td') for cells in rows)}</tbody></table>"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+
+
+def _facts(summary: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The numbers and texts of a summary by their full name; of a list its length."""
+    for name, value in summary.items():
+        if isinstance(value, Mapping):
+            yield from _facts(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{name}", format_count(len(value), "entry", "entries")
+        elif value is not None:
+            yield f"{prefix}{name}", _number(value) if isinstance(value, int | float) else str(value)
+
+
+def _outline(summary: Mapping[str, Any]) -> str:
+    return f"{{{', '.join(f'{name!r}: ...' for name in summary)}}}"
 
 
 def _group(value: Any, group: str, list_option: str, kind: type[Any]) -> dict[str, Any]:
@@ -381,6 +814,12 @@ def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def _memory(flat: Mapping[str, Any], folder: Path | None = None) -> InMemoryData:
+    """Data in memory of a call, for the files that rank 0 writes."""
+    rank = dist.get_rank() if dist.is_initialized() else rank_from_environment()
+    return InMemoryData(folder, near=flat.get("output_dir"), keeps=rank == 0)
+
+
 def _take_from_memory(flat: dict[str, Any], memory: InMemoryData, names: Mapping[str, str]) -> None:
     """Replace data in memory by the paths that it will have; `names` are those of rows and sets without a name."""
     for option, name in names.items():
@@ -389,6 +828,14 @@ def _take_from_memory(flat: dict[str, Any], memory: InMemoryData, names: Mapping
 
 
 def _write(memory: InMemoryData, output_dir: str, world: World) -> None:
+    """Put data in memory at its place, on rank 0; the same error on every rank if the ranks hold different rows."""
+    held = world.gather(sorted(memory.digests))
+    other = next((rank for rank, names in enumerate(held) if names != held[0]), None)
+    if other is not None:
+        raise DataError(
+            f"data in memory: rank {other} holds other rows than rank 0, or in another order: every rank passes the "
+            "same rows; seed what shuffles or samples them, and sort what comes from a set"
+        )
     with world.fail_together("writing data of the program"):
         if world.is_main:
             memory.write(Path(output_dir))

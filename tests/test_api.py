@@ -1,17 +1,24 @@
 """The Python API: the commands as functions of one process, and of several ranks."""
 
+import ast
 import atexit
+import dataclasses
+import errno
+import inspect
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FunctionType
 from typing import Any
 
@@ -29,15 +36,16 @@ from sentence_transformers import SentenceTransformer
 
 import embedtrain.commands.evaluate
 import embedtrain.commands.mine
-from embedtrain import evaluate, export, load_encoder, mine, train
-from embedtrain.api import _group
+from embedtrain import evaluate, export, filter, load_encoder, mine, plan, search, split, train
+from embedtrain.api import EncoderOptions, Metrics, MineResult, TrainResult, _group
 from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
-from embedtrain.config.recipe import DataConfig
+from embedtrain.config.commands import COMMANDS
+from embedtrain.config.recipe import DataConfig, Recipe
 from embedtrain.data.in_memory import InMemoryData
 from embedtrain.distributed.sharding import compile_blocks
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, EmbedtrainError
+from embedtrain.errors import ConfigError, DataError, EmbedtrainError
 from embedtrain.tracking.metrics import read_metrics
 from tests.commands import TORCHRUN
 from tests.conftest import ROOT
@@ -160,6 +168,102 @@ def test_one_process_trains_evaluates_mines_exports_and_encodes(model, tmp_path,
     np.testing.assert_allclose(vectors, theirs.encode(texts), atol=1e-5)
     np.testing.assert_allclose(queries, theirs.encode([f"gamma {text}" for text in texts]), atol=1e-5)
     assert vectors.dtype == np.float32
+
+
+def test_rows_are_split_filtered_searched_and_planned(model, tmp_path, capsys):
+    """Data in memory for commands of one process, whose files are gone afterwards, and for a filter."""
+    parts = split(pd.DataFrame(rows()), tmp_path / "data", dev=2, quiet=True)
+    assert parts.files == [tmp_path / "data" / "train.jsonl"] and parts.dev == tmp_path / "data" / "dev"
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["dev", "train.jsonl"]
+    assert sum(parts.summary["train_rows"]) + parts.summary["dev_rows"] == 36
+    corpus = {f"d{number}": text for number, text in enumerate(WORDS)}
+    kept = filter(
+        model, rows(), tmp_path / "kept", corpus=corpus, keep_rank=1000, options={"pooling": "mean"}, quiet=True
+    )
+    assert len(kept.files[0].read_text().splitlines()) == 36 == kept.summary["sources"]["rows"]["kept_rows"]
+    assert sorted(path.name.partition("-")[0] for path in (tmp_path / "kept" / "data").iterdir()) == ["corpus", "rows"]
+
+    corpus = {f"d{number}": f"{word} <b>" for number, word in enumerate(WORDS)}
+    found = search(model, corpus, ["gamma <b>", "alpha <b>"], top_k=2, pooling="mean", quiet=True)
+    assert [hits[0].id for hits in found] == [f"d{WORDS.index(word)}" for word in ("gamma", "alpha")]
+    assert [len(hits) for hits in found] == [2, 2] and found[0][0].text == "gamma <b>"
+    assert found[0][0].score > found[0][1].score
+    table = pd.DataFrame({"id": list(corpus), "text": list(corpus.values())})
+    assert search(model, table, ["gamma <b>"], top_k=2, pooling="mean", quiet=True) == found[:1]
+    assert search(model, corpus, [], pooling="mean", quiet=True) == []
+    with pytest.raises(ConfigError, match=r"queries='gamma': must be a list of texts; write \['gamma'\]"):
+        search(model, corpus, "gamma", pooling="mean")
+    assert capsys.readouterr().out == ""
+    planned = plan(model=model, gpus=2, options={"model.pooling": "mean", "train.global_batch_size": 4}, quiet=True)
+    assert planned.fits and planned.summary["cluster"]["ranks"] == 2 and "memory per GPU" in planned.text
+    assert not plan(model=model, gpus=1, gpu_memory=0.001, options={"model.pooling": "mean"}, quiet=True).fits
+    assert capsys.readouterr().out == ""
+    assert "&lt;b&gt;" in found[0]._repr_html_() and "<b>" not in found[0]._repr_html_()
+
+
+@pytest.mark.parametrize("name", embedtrain.__all__[1:])
+def test_help_has_every_option_with_its_default_and_meaning(name):
+    """From the dataclasses: what a command accepts is in its docstring and its signature."""
+    function = getattr(embedtrain, name)
+    text, parameters = inspect.getdoc(function), inspect.signature(function).parameters
+    assert all(f"\n{section}:\n" in text for section in ("Args", "Returns", "Raises"))
+    kind = {"train": Recipe, "load_encoder": EncoderOptions}.get(name) or COMMANDS[name].option_class
+    for field in dataclasses.fields(kind):
+        assert field.name in parameters, field.name
+    assert "more" not in parameters
+    assert re.search(r"^    \w.*\(", text, re.MULTILINE), "an example"
+    example = textwrap.dedent(re.search(r"\n\n((?:    .*\n)+)\n", text)[1])
+    called = {node.func.id: node for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Call) and
+              isinstance(node.func, ast.Name)}  # fmt: skip
+    for function_name, call in called.items():
+        accepted = inspect.signature(getattr(embedtrain, function_name)).parameters
+        assert {keyword.arg for keyword in call.keywords} <= set(accepted), function_name
+
+
+def test_help_of_train_has_the_options_of_groups():
+    text = inspect.getdoc(train)
+    assert "\noptim.lr: float = 5e-05\n    " in text
+    assert "\nparallel.precision: 'auto' | 'bf16' | 'fp32' " in text
+    assert inspect.signature(mine).parameters["seed"].default == 42
+
+
+TYPED = """
+from embedtrain import evaluate, load_encoder, search, train
+
+trained = train("minilm", data="a.jsonl", optim={"lr": 1e-4}, train={"steps": 5}, output_dir="runs/a")
+reveal_type(trained.metrics["dev"]["ndcg@10"])
+reveal_type(search(trained, "corpus", ["a"])[0][0].id)
+reveal_type(evaluate(trained, precision="bf16")["dev"])
+train(optim={"lrate": 1e-4})
+train(trian={"steps": 5})
+evaluate(trained, precision="fp31")
+"""
+
+
+@pytest.mark.slow
+def test_type_checkers_know_results_and_options(tmp_path):
+    (tmp_path / "program.py").write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), "program.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    for expected in ('"float"', '"str"', '"dict[str, float]"', '"lrate"', '"trian"', "\"Literal['fp31']\""):
+        assert expected in done.stdout.replace("builtins.", ""), done.stdout + done.stderr
+    assert done.stdout.count(": error:") == 3
+
+
+def test_results_are_tables_in_a_notebook(tmp_path):
+    metrics = Metrics({"<dev>": {"ndcg@10": 0.5, "queries": 1200}, "other": {"accuracy": 0.25}})
+    assert metrics == {"<dev>": {"ndcg@10": 0.5, "queries": 1200}, "other": {"accuracy": 0.25}}
+    assert metrics._repr_html_().count("<table>") == 2  # of different metrics
+    assert "<td>&lt;dev&gt;</td><td>0.5000</td><td>1,200</td>" in metrics._repr_html_()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1.5}\n')
+    result = TrainResult(tmp_path, tmp_path / "<i>", 2, True, metrics)
+    assert "<i>" not in result._repr_html_() and "2.5000 at first, 1.5000 at last" in result._repr_html_()
+    assert repr(result).endswith("step=2, metrics={'<dev>': {'ndcg@10': 0.5}, 'other': {'accuracy': 0.25}})")
+    mined = MineResult([tmp_path / "a.jsonl"], {"sources": {"a": {"rows": 1234}}, "suspicious": [1, 2]})
+    assert "<td>sources.a.rows</td><td>1,234</td>" in mined._repr_html_() and "2 entries" in mined._repr_html_()
+    assert repr(mined).endswith("a.jsonl'], summary={'sources': ..., 'suspicious': ...})")
 
 
 def test_encoders_take_texts_alone_and_until_they_are_closed(model):
@@ -311,29 +415,98 @@ def test_errors_are_those_of_the_command(model, tmp_path, options, message):
     assert not dist.is_initialized()
 
 
-def test_data_in_memory_is_written_once_and_repaired(tmp_path):
-    memory = InMemoryData()
-    (source,) = memory.sources({"rows": iter(rows(3)), "weight": 2}, "data.train")
-    assert source["weight"] == 2 and source["name"] == "rows"
-    memory.write(tmp_path)
-    (file,) = (tmp_path / "data").iterdir()
-    written, content = file.stat().st_mtime_ns, file.read_bytes()
-    memory.write(tmp_path)
-    assert file.stat().st_mtime_ns == written
+def read_once(rows: list[dict[str, str]]) -> Any:
+    """The rows for one reader: a second one would find none."""
+    yield from rows
+
+
+def test_data_in_memory_is_read_once_and_repaired(tmp_path):
+    def held() -> InMemoryData:
+        memory = InMemoryData(near=tmp_path / "run")
+        (source,) = memory.sources({"rows": read_once(rows(3)), "weight": 2}, "data.train")
+        assert source["weight"] == 2 and source["name"] == "rows"
+        return memory
+
+    with held() as memory:
+        assert [path.name[:12] for path in tmp_path.iterdir()] == [".embedtrain-"]  # on the disk of the run
+        memory.write(tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (file,) = (tmp_path / "run" / "data").iterdir()
+    written, content = file.stat(), file.read_bytes()
+    assert [json.loads(line) for line in content.splitlines()] == rows(3)
+    with held() as memory:
+        memory.write(tmp_path / "run")
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == (written.st_mtime_ns, written.st_ino)
     file.write_bytes(content[:-5])
-    memory.write(tmp_path)
+    with held() as memory:
+        memory.write(tmp_path / "run")
     assert file.read_bytes() == content
 
 
+def test_data_in_memory_is_copied_from_another_disk(tmp_path, monkeypatch):
+    with InMemoryData(near=tmp_path / "run") as memory:
+        (source,) = memory.sources(rows(3), "data.train")
+        replace = Path.replace
+
+        def of_another_disk(self: Path, target: Path) -> Path:
+            if self.parent.name[:12] == ".embedtrain-":
+                raise OSError(errno.EXDEV, "Invalid cross-device link")
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", of_another_disk)
+        memory.write(tmp_path / "run")
+    assert len((tmp_path / "run" / "data" / Path(source["path"]).name).read_text().splitlines()) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_ranks_other_than_the_first_write_nothing(tmp_path):
+    with InMemoryData(near=tmp_path / "run", keeps=False) as memory, InMemoryData() as kept:
+        sources = [each.sources(rows(3), "data.train") for each in (memory, kept)]
+        assert sources[0] == sources[1] and memory.digests == kept.digests
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    def no_space() -> Any:
+        yield from rows(2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        pytest.raises(DataError, match=r"data\.train: the rows do not fit.*TMPDIR"),
+        InMemoryData(near=tmp_path / "run") as memory,
+    ):
+        memory.sources(no_space(), "data.train")
+    assert not list(tmp_path.iterdir())
+
+
+def train_on_own_rows(world: World, model: Path, folder: Path) -> None:
+    data = rows()[:: 1 if world.rank == 0 else -1]
+    train(model=model, data=data, output_dir=folder / "run", options=OPTIONS, quiet=True)
+
+
+def test_ranks_with_different_rows_are_refused_alike(ranks, model, tmp_path):
+    with pytest.raises(Exception, match="rank 1 holds other rows than rank 0"):
+        ranks(2, train_on_own_rows, model, tmp_path)
+    assert not (tmp_path / "run" / "data").exists()
+
+
 def rows_in_memory(data: Any, option: str = "data.train") -> list[dict[str, Any]]:
-    memory = InMemoryData()
-    memory.sources(data, option)
-    (lines,) = memory.files.values()
-    return [json.loads(line) for line in lines()]
+    with TemporaryDirectory() as folder, InMemoryData() as memory:
+        memory.sources(data, option)
+        memory.write(Path(folder))
+        (name,) = memory.digests
+        return [json.loads(line) for line in Path(folder, "data", name).read_bytes().splitlines()]
 
 
 COLUMNS = {key: [row[key] for row in rows(5)] for key in ("query", "positive")}
 FRAME = pd.DataFrame(COLUMNS)
+
+
+class RowsOfTheUser:
+    """An iterable of one's own."""
+
+    def __iter__(self) -> Any:
+        return iter(rows(5))
 
 
 @pytest.mark.parametrize(
@@ -345,6 +518,10 @@ FRAME = pd.DataFrame(COLUMNS)
         pa.table(COLUMNS),
         Dataset.from_dict(COLUMNS),
         Dataset.from_dict(COLUMNS).to_iterable_dataset(),
+        Dataset.from_dict(COLUMNS).to_iterable_dataset().map(lambda row: row),  # its columns are not known
+        Dataset.from_list([*reversed(rows(5))]).select([4, 3, 2, 1, 0]).with_format("numpy"),
+        read_once(rows(5)),
+        RowsOfTheUser(),
         COLUMNS,
         {key: np.array(values) for key, values in COLUMNS.items()},
         {"rows": dict(FRAME.items())},

@@ -1,4 +1,6 @@
-"""Writes tables of options into docs/reference/ and docs/from-*.md: `python docs/hooks/reference.py`.
+"""Writes tables of options into docs/reference/ and docs/from-*.md, and their types into embedtrain/keywords.pyi.
+
+    python docs/hooks/reference.py
 
 The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
 of those within it. NAME is `Recipe.SECTION`, `TrainSource`, `EvaluationSet`, `VectorFormat`, `DataPath`,
@@ -11,11 +13,16 @@ import dataclasses
 import importlib
 import pkgutil
 import re
+import types
+import typing
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import embedtrain
 from embedtrain.config import migration
+from embedtrain.config.code import is_code
 from embedtrain.config.columns import DataPath
 from embedtrain.config.command_options import RerankerConfig
 from embedtrain.config.commands import COMMANDS, TOPICS, Command
@@ -24,11 +31,24 @@ from embedtrain.config.help import Option, docstring_line, meaning, options_of, 
 from embedtrain.config.kinds import Kind, kinds
 from embedtrain.config.losses import LOSSES, InfoNCEConfig, LossConfig
 from embedtrain.config.migration import Row
+from embedtrain.config.options import info
 from embedtrain.config.recipe import ModelConfig, Recipe, TrainSource
 from embedtrain.pipeline.compose import PipelineConfig
 
 PAGES = Path(__file__).resolve().parents[1] / "reference"
 MIGRATION_PAGES = PAGES.parent
+KEYWORDS = Path(embedtrain.__file__).with_name("keywords.pyi")
+
+_KEYWORDS_HEAD = '''"""Types of the options of the Python functions, for editors and type checkers.
+
+Written by docs/hooks/reference.py from the dataclasses of the options. It exists for type checkers alone.
+"""
+
+from os import PathLike
+from typing import Any, Literal, TypedDict
+
+from embedtrain.api import TrainResult
+'''
 
 _GENERATED = re.compile(r"(?<=^<!-- options: )([\w.]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 _LIBRARIES = {
@@ -46,7 +66,8 @@ _HEAD = "| option | meaning |\n| --- | --- |\n"
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the pages, and the types of the keywords of the Python functions."""
+    KEYWORDS.write_text(keyword_types(), encoding="utf-8")
     for page in (*sorted(PAGES.glob("*.md")), *sorted(MIGRATION_PAGES.glob("from-*.md"))):
         page.write_text(generate(page.read_text(encoding="utf-8")), encoding="utf-8")
 
@@ -135,6 +156,65 @@ def _command(command: Command) -> str:
     """The heading, the purpose and the options of one command."""
     _, _, options = tree(command.option_class, "", f"{command.name}.").partition("\n\n")  # its docstring names it only
     return f"## {command.name}\n\n`embedtrain {command.name}`: {command.summary}.\n\n{options}"
+
+
+def keyword_types() -> str:
+    """The types of the options of each function of `embedtrain.api`, a TypedDict each, and of their groups."""
+    from embedtrain import api  # imports torch
+
+    functions = {
+        "Train": (api.train, Recipe),
+        "Encoder": (api.load_encoder, api.EncoderOptions),
+        **{
+            name.title(): (getattr(api, name), COMMANDS[name].option_class)
+            for name in ("evaluate", "mine", "filter", "split", "search", "synthesize", "export")
+        },
+    }
+    classes: dict[str, str] = {}
+    for name, (function, kind) in functions.items():
+        code = function.__code__
+        _typed_dict(f"{name}Keywords", [kind], classes, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    return "\n\n".join([_KEYWORDS_HEAD, *classes.values()]) + "\n"
+
+
+def _typed_dict(name: str, of_kinds: list[type], classes: dict[str, str], left_out: tuple[str, ...] = ()) -> None:
+    """Add the TypedDict of the options that these dataclasses have, and those of the groups in them."""
+    fields: dict[str, str] = {}
+    for kind in of_kinds:
+        hints = typing.get_type_hints(kind)
+        for field, option in zip(dataclasses.fields(kind), options_of(kind), strict=True):
+            if field.name not in left_out and field.name not in fields:
+                text = _typed(hints[field.name], field, classes)
+                about = meaning(option).replace("\\", "\\\\").replace('"', "'")
+                fields[field.name] = (
+                    f'    {field.name}: {text}\n    """{about}"""' if about else f"    {field.name}: {text}"
+                )
+    classes[name] = "\n".join([f"class {name}(TypedDict, total=False):", *fields.values()])
+
+
+def _typed(hint: Any, field: "dataclasses.Field[Any]", classes: dict[str, str]) -> str:
+    """The type of an option in Python. What may be code is a class or a function as well."""
+    if is_code(field) or hint is Any or hint is LossConfig:
+        return "Any"
+    if hint is ModelConfig:
+        _typed_dict("ModelKeywords", [kind.options for kind in kinds()], classes)
+        return "str | PathLike[str] | TrainResult | ModelKeywords"
+    if dataclasses.is_dataclass(hint):
+        name = f"{re.sub('(Config|Options)$', '', hint.__name__)}Keywords"
+        if name not in classes:
+            _typed_dict(name, [hint], classes)
+        return name
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"Literal[{', '.join(repr(member.value) for member in hint)}]"
+    arguments = [_typed(argument, field, classes) for argument in typing.get_args(hint)]
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " | ".join(arguments)
+    if arguments:
+        return f"{typing.get_origin(hint).__name__}[{', '.join(arguments)}]"
+    if hint is types.NoneType:
+        return "None"
+    is_path = info(field).is_input or field.name.endswith("_dir")
+    return "str | PathLike[str]" if hint is str and is_path else hint.__name__
 
 
 def migration_table(library: str) -> str:

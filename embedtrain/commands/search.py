@@ -1,9 +1,9 @@
 """`python -m embedtrain search model=DIR corpus=DIR query="..."`: find texts with a model."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from embedtrain.config.command_line import quote_value
 from embedtrain.config.command_options import (
@@ -115,8 +115,28 @@ def require_paths(options: SearchOptions) -> None:
         raise ConfigError(f"image={options.image}: there is no such file")
 
 
+class Hit(NamedTuple):
+    """A document that a query finds."""
+
+    score: float
+    id: str
+    text: str  # of a picture, the reference to it
+
+
 def run(options: SearchOptions) -> None:
     """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
+    image = _picture(options.image, options.corpus.max_image_pixels) if options.image is not None else ""
+    for query, hits in answers(options, ([query] for query in _queries(options.query, image)), has_image=bool(image)):
+        print_results(query, hits)
+
+
+def answers(
+    options: SearchOptions, batches: Iterable[Sequence[str]], *, has_image: bool = False
+) -> Iterator[tuple[str, list[Hit]]]:
+    """Encode the corpus once, then find the best documents of each query, a batch of queries at a time.
+
+    `has_image` says that a query has a picture, for which the model has to read them.
+    """
     from embedtrain.distributed.world import joined_world
     from embedtrain.evaluation.readers.retrieval import read_any_corpus
     from embedtrain.formats.source import CommandModel
@@ -126,7 +146,6 @@ def run(options: SearchOptions) -> None:
     from embedtrain.inference.pair_scorer import best_first
     from embedtrain.tracking.console import Console
 
-    image = _picture(options.image, options.corpus.max_image_pixels) if options.image is not None else ""
     corpus = read_any_corpus(expand_user(options.corpus.path), pictures=options.corpus)
     ids, texts = corpus.ids, corpus.texts
     console = Console()
@@ -144,7 +163,7 @@ def run(options: SearchOptions) -> None:
         with console.phase("loading the model"):
             model = load_encoder_model(config, options.precision, world)
         _check_vectors(options, model.source)
-        if image and not model.tokenizer.layout.reads_pictures:
+        if has_image and not model.tokenizer.layout.reads_pictures:
             raise ConfigError(f"image={options.image}: the model {options.model} reads texts alone; write query=TEXT")
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
         scorer = _load_scorer(options, reranker, world, console)
@@ -154,20 +173,20 @@ def run(options: SearchOptions) -> None:
         with console.phase(f"encoding {len(texts):,} {noun}"):
             index.add_texts(encoder, texts, encoder.document_prompt, vector_cache=vector_cache)
         search = _searching(options, model, encoder, index, console)
-        for query in _queries(options.query, image):
-            encoded = encoder.encode([query], encoder.query_prompt)
-            ranking = search(encoded, options.top_k if scorer is None else options.rerank_depth)
-            numbers, scores = ranking.documents[0].tolist(), ranking.scores[0].tolist()
-            if isinstance(scorer, SentenceEncoder):
-                ranking = _rerank(scorer, query, [ids[number] for number in numbers], [texts[n] for n in numbers])
-                order, scores = ranking.documents[0].tolist()[: options.top_k], ranking.scores[0].tolist()
-                numbers, scores = [numbers[index] for index in order], scores[: options.top_k]
-            elif scorer is not None:
-                scores = scorer.score([query] * len(numbers), [texts[number] for number in numbers]).tolist()
-                order = best_first(scores, [ids[number] for number in numbers])[: options.top_k]
-                numbers, scores = [numbers[index] for index in order], [scores[index] for index in order]
-            results = zip(numbers, scores, strict=True)
-            print_results(query, [(score, ids[number], texts[number]) for number, score in results])
+        for queries in batches:
+            encoded = encoder.encode(list(queries), encoder.query_prompt)
+            found = search(encoded, options.top_k if scorer is None else options.rerank_depth)
+            for query, numbers, scores in zip(queries, found.documents.tolist(), found.scores.tolist(), strict=True):
+                best = list(zip(scores, numbers, strict=True))
+                if isinstance(scorer, SentenceEncoder):
+                    ranking = _rerank(scorer, query, [ids[n] for n in numbers], [texts[n] for n in numbers])
+                    order = ranking.documents[0].tolist()
+                    best = [(score, numbers[i]) for score, i in zip(ranking.scores[0].tolist(), order, strict=True)]
+                elif scorer is not None:
+                    of_pairs = scorer.score([query] * len(numbers), [texts[number] for number in numbers]).tolist()
+                    order = best_first(of_pairs, [ids[number] for number in numbers])
+                    best = [(of_pairs[i], numbers[i]) for i in order]
+                yield query, [Hit(score, ids[number], texts[number]) for score, number in best[: options.top_k]]
 
 
 def _picture(path: str, max_pixels: int) -> str:
@@ -279,7 +298,7 @@ def _queries(query: str | None, image: str) -> Iterator[str]:
         yield plain(line)
 
 
-def print_results(query: str, results: Sequence[tuple[float, str, str]]) -> None:
+def print_results(query: str, results: Sequence[Hit]) -> None:
     """Print one line per result (score, id, text), with the names of the files of pictures."""
     from rich.table import Table
     from rich.text import Text

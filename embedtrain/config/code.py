@@ -51,6 +51,11 @@ def names_of(of_field: "Field[Any]") -> tuple[str, ...]:
     return names
 
 
+def is_code(of_field: "Field[Any]") -> bool:
+    """Whether `code_option` has made a field."""
+    return _RUNS_CODE in of_field.metadata
+
+
 def is_code_path(path: str) -> bool:
     """Whether a text has the form `module:name`."""
     return _PATH.fullmatch(path) is not None

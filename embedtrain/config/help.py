@@ -1,4 +1,4 @@
-"""What `--help` and the reference print of options: their comments, types and defaults, read with tokenize.
+"""What `--help`, `help()` and the reference print of options: their comments, types and defaults, read with tokenize.
 
 Without a topic it is one screen for a command, with one the options of a group or a single one.
 """
@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import difflib
 import functools
+import inspect
 import io
 import re
 import shutil
@@ -15,7 +16,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -171,6 +172,67 @@ def type_of(option: Option) -> str:
             text = text.replace(kind.__name__, " | ".join(str(member.value) for member in kind))
         elif dataclasses.is_dataclass(kind):
             text = text.replace(kind.__name__, "options")
+    return text
+
+
+def python_options(kind: type, left_out: Iterable[str] = ()) -> str:
+    """The options of a dataclass and of the groups in it, as a docstring has them: type, default and meaning.
+
+    Those of the names `left_out` are not among them, as those that a function has as parameters of its own.
+    """
+    lines = []
+    for name, option, value in _python_options(kind, ""):
+        if name.partition(".")[0] not in left_out:
+            lines.append(f"{name}: {_python_type(option)} = {value!r}")
+            if text := meaning(option).replace("`", ""):
+                lines.append(textwrap.fill(text, 96, initial_indent="    ", subsequent_indent="    "))
+    return "\n".join(lines)
+
+
+def keywords(kind: type, left_out: Iterable[str] = ()) -> list[inspect.Parameter]:
+    """The options of a dataclass as parameters; that of a group is a mapping, by default without options."""
+    return [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default={} if is_dataclass(value) else _plain_default(value),
+            annotation=_python_type(option),
+        )
+        for option, value in _with_defaults(kind)
+        if option.name not in left_out
+    ]
+
+
+def _with_defaults(kind: type) -> Iterator[tuple[Option, Any]]:
+    try:
+        instance: Any = kind()
+    except TypeError:  # an option without a default
+        instance = None
+    return ((option, getattr(instance, option.name, None)) for option in options_of(kind))
+
+
+def _python_options(kind: type, prefix: str) -> Iterator[tuple[str, Option, Any]]:
+    for option, value in _with_defaults(kind):
+        if is_dataclass(value):
+            yield from _python_options(type(value), f"{prefix}{option.name}.")
+        else:
+            yield f"{prefix}{option.name}", option, _plain_default(value)
+
+
+def _plain_default(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain_default(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def _python_type(option: Option) -> str:
+    """The type as Python writes it; of an enum its values."""
+    text = option.annotation
+    for kind in option.classes:
+        if issubclass(kind, Enum):
+            text = text.replace(kind.__name__, " | ".join(repr(member.value) for member in kind))
+        elif is_dataclass(kind):
+            text = text.replace(kind.__name__, "dict")
     return text
 
 

@@ -34,6 +34,11 @@ def test_the_committed_page_has_the_options_of_the_dataclasses(page):
     assert text == reference.generate(text), "write the pages again: python docs/hooks/reference.py"
 
 
+def test_the_committed_types_of_keywords_are_those_of_the_dataclasses():
+    written = reference.KEYWORDS.read_text(encoding="utf-8")
+    assert written == reference.keyword_types(), "write them again: python docs/hooks/reference.py"
+
+
 def test_every_option_is_in_the_reference():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for kind in option_dataclasses():

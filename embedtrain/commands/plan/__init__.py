@@ -24,6 +24,8 @@ from embedtrain.pipeline.types import Pipeline, Stage
 from embedtrain.utils.formatting import format_bytes
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
+    from collections.abc import Callable
+
     from embedtrain.commands.plan.compute import TrainingPlan, VocabularyHead
     from embedtrain.planning.strategy import LayoutCandidate
     from embedtrain.tracking.pages import Page
@@ -155,44 +157,55 @@ def compose(arguments: list[str]) -> tuple[Recipe | Pipeline, PlanOptions]:
     return compose_pipeline_plan(arguments) or compose_plan(arguments)
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A plan of any kind."""
+
+    fits: bool  # in memory
+    content: dict[str, Any]  # plain values
+    show: "Callable[[Page], None]"
+
+
 def run(options: tuple[Recipe | Pipeline, PlanOptions]) -> None:
     """Print the plan of a training, search or pipeline; with `json`, nothing else is written to standard output."""
     import json
 
+    from embedtrain.tracking.pages import Page
+
+    planned = make_plan(options)
+    if options[1].json:
+        print(json.dumps(planned.content, indent=2))
+    else:
+        planned.show(Page())
+    if not planned.fits:
+        raise SystemExit(1)
+
+
+def make_plan(options: tuple[Recipe | Pipeline, PlanOptions]) -> Planned:
+    """The plan of a training, search or pipeline."""
     from embedtrain.commands.plan.compute import plan, plan_search, print_search_plan
     from embedtrain.inference.loading.load import quiet_libraries
-    from embedtrain.tracking.pages import Page
 
     recipe, plan_options = options
     quiet_libraries()
     if isinstance(recipe, Pipeline):
         stages = plan_pipeline(recipe, plan_options)
-        if plan_options.json:
-            print(json.dumps({"pipeline": recipe.name, "stages": [stage.as_json() for stage in stages]}, indent=2))
-        else:
-            print_pipeline_plan(Page(), recipe, stages)
-        if not all(stage.training is None or stage.training.best.fits for stage in stages):
-            raise SystemExit(1)
-        return
+        return Planned(
+            all(stage.training is None or stage.training.best.fits for stage in stages),
+            {"pipeline": recipe.name, "stages": [stage.as_json() for stage in stages]},
+            lambda page: print_pipeline_plan(page, recipe, stages),
+        )
     if plan_options.documents is not None:
         search = plan_search(recipe, plan_options)
-        if plan_options.json:
-            print(json.dumps(search.as_json(), indent=2))
-        else:
-            print_search_plan(Page(), search)
-        if not search.fits:
-            raise SystemExit(1)
-        return
+        return Planned(search.fits, search.as_json(), lambda page: print_search_plan(page, search))
     result = plan(recipe, plan_options)
-    if plan_options.json:
-        print(json.dumps(result.as_json(), indent=2))
-    else:
-        page = Page()
+
+    def show(page: "Page") -> None:
         print_plan(page, result)
         for line in describe_accelerate_config(recipe):
             page.note(line, "dim")
-    if not result.best.fits:
-        raise SystemExit(1)
+
+    return Planned(result.best.fits, result.as_json(), show)
 
 
 _MEMORY = {

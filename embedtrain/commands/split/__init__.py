@@ -79,7 +79,16 @@ def require_paths(options: SplitOptions) -> None:
     require_sources(options.data)
 
 
-def run(options: SplitOptions) -> None:
+@dataclass(frozen=True)
+class SplitFiles:
+    """What was written."""
+
+    files: list[Path]  # of training rows, one for each source
+    dev: Path  # the held-out queries as an evaluation set
+    counts: "SplitCounts"
+
+
+def run(options: SplitOptions) -> SplitFiles:
     """Read the keys of all rows, choose the held-out groups, write both sides, and print what was written."""
     from embedtrain.commands.split.writing import (
         RowKeys,
@@ -103,6 +112,7 @@ def run(options: SplitOptions) -> None:
         sources, split, keys, output_dir, names, options.on_error, all_documents=options.corpus is DevCorpus.all
     )
     print_split(sources, split, counts, output_dir, names, options.corpus)
+    return SplitFiles([output_dir / name for name in names], output_dir / "dev", counts)
 
 
 def print_split(

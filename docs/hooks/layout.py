@@ -1,14 +1,18 @@
-"""mkdocs hook: tables that can be read on phones, and pictures for light and dark pages.
+"""mkdocs hook: tables that can be read on phones, pictures for light and dark pages, and tabs.
 
 Tables of texts become one block per row on narrow screens, where each cell is preceded by the heading of its column.
 Tables of numbers scroll, and their first column stays. `docs/assets/site.css` does the rest.
 
 An image `NAME.webp` with a `NAME-dark.webp` beside it is replaced by both, of which the page shows one, and by
 `NAME-phone.webp` on narrow screens if there is one. An image leads to itself in full size.
+
+Between `<!-- tabs -->` and `<!-- end tabs -->`, a line `**Title**` begins a tab. Elsewhere, as on GitHub, the same text
+is read from top to bottom.
 """
 
 import posixpath
 import re
+import textwrap
 
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
@@ -19,8 +23,21 @@ _HEADING = re.compile(r"<th\b[^>]*>(?P<text>.*?)</th>", re.DOTALL)
 _CELL = re.compile(r"<td(?P<attributes>[^>]*)>(?P<text>.*?)</td>", re.DOTALL)
 _TAG = re.compile(r"<[^>]+>")
 _IMAGE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<source>[^":]+)"[^>]*/?>')
+_TABS = re.compile(r"^<!-- tabs -->\n(?P<content>.*?)^<!-- end tabs -->$", re.MULTILINE | re.DOTALL)
+_TAB = re.compile(r"^\*\*(?P<title>[^*\n]+)\*\*\n(?P<content>.*?)(?=^\*\*[^*\n]+\*\*$|\Z)", re.MULTILINE | re.DOTALL)
 
 LONG_TEXT = 16  # characters: cells of numbers and short names have fewer on average
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """The page with tabs in the syntax of pymdownx.tabbed; beside the first page there is no list of pages."""
+    if page.is_homepage:
+        page.meta.setdefault("hide", ["navigation"])
+    return _TABS.sub(lambda tabs: _TAB.sub(_tab, tabs["content"].strip() + "\n"), markdown)
+
+
+def _tab(match: re.Match[str]) -> str:
+    return f'=== "{match["title"]}"\n{textwrap.indent(match["content"], "    ")}'
 
 
 def on_page_content(content: str, page: Page, files: Files, **_: object) -> str:

@@ -32,10 +32,12 @@ def on_nav(nav: Navigation, **_: object) -> Navigation:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Remember the text of a page, and set its title and description."""
+    """Remember the text of a page, and set its title, its description and its place in the results of a search."""
     _markdown[page.file.src_uri] = markdown
     page.meta.setdefault("title", title(markdown))
     page.meta.setdefault("description", description(markdown))
+    if page.file.src_uri.startswith("changelog"):
+        page.meta.setdefault("search", {"boost": 0.1})  # behind the pages that explain what it mentions
     return markdown
 
 

@@ -1,5 +1,6 @@
 """The site in Chromium, opened from the disk: it fits desktops and phones, and its colors follow the system."""
 
+import json
 import os
 import subprocess
 import sys
@@ -22,7 +23,6 @@ MEASURE = """(async () => {
   const all = (selector) => [...document.querySelectorAll(selector)];
   const box = (element) => element.getBoundingClientRect();
   const meets = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
-  const sidebar = document.querySelector(".md-sidebar--primary");
   return {
     width: document.documentElement.scrollWidth,
     background: getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number),
@@ -33,7 +33,9 @@ MEASURE = """(async () => {
       .map((wrap) => wrap.querySelector("table").dataset.layout),
     cut: all("td, th").filter((cell) => cell.scrollWidth > cell.clientWidth + 4)
       .map((cell) => cell.textContent.slice(0, 60)),
-    links_in_sidebar: sidebar && box(sidebar).left >= 0 ? sidebar.querySelectorAll("a.md-nav__link[href]").length : 0,
+    tabs: all(".md-tabs__link").filter((link) => link.checkVisibility()).length,
+    cut_tabs: all(".md-tabs__list").filter((list) => list.scrollWidth > list.clientWidth).length,
+    links_in_sidebar: all(".md-sidebar--primary a.md-nav__link[href]").filter((link) => link.checkVisibility()).length,
     silent_images: all("article img").filter((image) => image.alt === "").length,
     formulas: all("math").length,
     flat_formulas: all("math").filter((formula) => formula.checkVisibility() && box(formula).height < 8).length,
@@ -73,7 +75,10 @@ def test_pages_fit_and_follow_the_colors_of_the_system(site, browser, width, dar
         assert set(seen["wide_tables"]) <= ({"scroll"} if width == 390 else set()), f"{name}: tables do not fit"
         assert (sum(seen["background"]) < 200) == dark, name
         assert seen["flat_formulas"] == 0, f"{name}: formulas without height"
-        assert seen["links_in_sidebar"] > 30 or width == 390, f"{name}: no sidebar"
+        if width == 1440:
+            assert seen["tabs"] > 5, f"{name}: no tabs"
+            assert seen["cut_tabs"] == 0, f"{name}: tabs do not fit"
+            assert seen["links_in_sidebar"] > 3 or page.name == "index.html", f"{name}: no sidebar"
         assert seen["silent_images"] == 0, f"{name}: images without a text"
         assert browser.complaints() == [], name
         assert [url for url in browser.requests() if not url.startswith(("file:", "data:", "blob:"))] == [], name
@@ -95,12 +100,27 @@ def test_images_are_shown_one_for_each_color_scheme(site, browser):
             assert source.partition(".")[0].endswith("-dark") == dark, source
 
 
-def test_the_search_works_from_the_disk(site, browser):
-    browser.open(site / "reference" / "recipe.html")
-    results = browser.evaluate("""(async () => {
+@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize(
+    ("text", "page"),
+    [
+        ("false_negative_margin", "reference/losses"),
+        ("global batch size", "reference/training"),  # a part of a name
+        ("train.global_batch_size", "reference/training"),
+        ("resume", "checkpoints"),
+        ("lora rank", "llm"),
+        ("NCCL timeout", "several-hosts"),
+        ("matryoshka", "losses"),
+    ],
+)
+def test_the_search_works_from_the_disk(site, browser, text, page, width):
+    browser.open(site / "reference" / "recipe.html", width=width)
+    results = browser.evaluate(
+        """(async () => {
       const input = document.querySelector("input.md-search__input");
+      document.querySelector("#__search").click();
       input.focus();
-      input.value = "false_negative_margin";
+      input.value = TEXT;
       input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}));
       for (let waited = 0; waited < 400; waited++) {
         const links = [...document.querySelectorAll("a.md-search-result__link")].map((link) => link.href);
@@ -108,10 +128,12 @@ def test_the_search_works_from_the_disk(site, browser):
         await new Promise(done => setTimeout(done, 50));
       }
       return [];
-    })()""")
-    assert any("/losses.html" in link for link in results), results
-    for link in results:
-        assert Path(link.removeprefix("file://").partition("?")[0].partition("#")[0]).is_file(), link
+    })()""".replace("TEXT", json.dumps(text))
+    )
+    files = [Path(link.removeprefix("file://").partition("?")[0].partition("#")[0]) for link in results]
+    assert all(file.is_file() for file in files)
+    assert (site / f"{page}.html").resolve() in [file.resolve() for file in files], [file.name for file in files]
+    assert browser.complaints() == []
 
 
 def test_links_of_the_sidebar_lead_to_files(site, browser):

@@ -115,6 +115,19 @@ def test_tables_and_images_are_prepared_for_narrow_pages_and_colors():
     assert render('<img alt="One" src="../assets/one.svg" />').count("<img") == 1
 
 
+def test_tabs_are_plain_text_elsewhere(site):
+    hook = load_hook("layout")
+    markdown = (
+        "Before\n\n<!-- tabs -->\n\n**One**\n\n```bash\na\n```\n\n**Two**\n\nb\n\n<!-- end tabs -->\n\n**Not one**\n"
+    )
+    tabs = '=== "One"\n\n    ```bash\n    a\n    ```\n\n=== "Two"\n\n    b\n'
+    assert hook.on_page_markdown(markdown, SimpleNamespace(is_homepage=False)) == f"Before\n\n{tabs}\n\n**Not one**\n"
+    page = (site / "index.html").read_text(encoding="utf-8")
+    labels = re.search(r'<div class="tabbed-labels">(.*?)</div>', page)[1]
+    assert re.findall(r"<label[^>]*>([^<]*)", labels) == ["Command line", "Python", "YAML"]
+    assert "=== " not in re.sub(r"<[^>]+>", "", (site / "llms-full.txt").read_text(encoding="utf-8"))
+
+
 def test_formulas_are_mathml_and_the_reference_has_tables(site):
     text = (site / "exactness.html").read_text(encoding="utf-8")
     assert text.count("<math") > 20

@@ -15,7 +15,7 @@ PRECISION ?= fp32
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-newest test-slurm test-hosts test-trackers test-browser test-engines image-test docs docs-serve reference screenshots lint format bounds bench bench-gpu rivals clean .venv-newest
+.PHONY: demo demo-reranker test test-all test-gpu test-oldest test-newest test-slurm test-hosts test-trackers test-browser test-engines image-test docs docs-serve reference screenshots lint format bounds bench bench-gpu rivals dist clean .venv-newest
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/embedtrain train --nproc-per-node $(RANKS) recipe=quickstart
@@ -60,7 +60,7 @@ test-hosts: .venv  ## on two hosts, which are network namespaces of this machine
 	$(BIN)/python -m pytest tests/hosts -m hosts -rs
 
 test-trackers: .venv  ## MLflow and trackio with the real packages, which it installs
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mlflow,trackio]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mlflow,trackio]'
 	$(BIN)/python -m pytest tests/tracking/test_clients.py -rs
 
 test-browser: .venv  ## the report and the documentation in Chromium, at desktop and phone width
@@ -102,6 +102,14 @@ bench: .venv  ## side-by-side measurements as tables: about forty minutes
 bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not have yet, at most ten minutes each
 	$(BIN)/python -m benchmarks.gpu
 
+dist: .venv  ## wheel and source distribution for an index, checked, into dist/
+	@test -n '$(DOCS_REPO_URL)' || { echo 'Set DOCS_REPO_URL to the address of the repository: CONTRIBUTING.md#a-release' >&2; exit 1; }
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
 RIVALS := $(patsubst benchmarks/rivals/requirements/%.txt,.venv-rivals/%,$(wildcard benchmarks/rivals/requirements/*.txt))
 rivals: .venv $(RIVALS)  ## training side by side with other libraries: hours on two cores, and it continues after an interruption
 	$(BIN)/python -m benchmarks.rivals
@@ -113,9 +121,10 @@ rivals: .venv $(RIVALS)  ## training side by side with other libraries: hours on
 .venv .venv-oldest .venv-newest: pyproject.toml
 	@test -x $@/bin/python || $(PYTHON) -m venv $@
 	@touch -d @0 $@
-	@echo 'Installing into $@: a few minutes the first time'
-	@$@/bin/python -m pip install --quiet --disable-pip-version-check $(INSTALL) $(addprefix -c ,$(filter constraints%,$^)) \
-	  -e '.[dev]' || { touch -d @0 $@; exit 1; }
+	@test -z '$(INSTALL)' && $@/bin/python docs/hooks/installed.py $(filter constraints%,$^) 2>/dev/null || { \
+	  echo 'Installing into $@: a few minutes the first time'; \
+	  $@/bin/python -m pip install --quiet --disable-pip-version-check $(INSTALL) $(addprefix -c ,$(filter constraints%,$^)) \
+	    -e '.[dev]'; }
 	@touch $@
 
 # Serving engines and clients, in as few environments as install together. PyLate asks for an older torch than that of

@@ -1,5 +1,6 @@
 """The bounds of pyproject.toml: the oldest versions are tested, and `docs/hooks/bounds.py` finds newer releases."""
 
+import importlib.metadata
 import itertools
 import tomllib
 
@@ -45,3 +46,21 @@ docs = ["ruff>=0.17,<0.18"]
     assert {name: bound.reason for name, bound in found.items() if bound.reason} == {
         "transformers": "PEFT does not allow it"
     }
+
+
+def test_make_installs_what_is_missing():
+    """`make .venv` asks pip only if a package is missing, too old, or limited by constraints.txt to another version."""
+    hook = load_hook("installed")
+    version = importlib.metadata.version("packaging")
+    project = {
+        "name": "embedtrain",
+        "dependencies": ["packaging>=20", "numpy<1"],
+        "optional-dependencies": {"dev": ["embedtrain[web]", "pytest>=1"], "web": ["no-such-package-here>=1"]},
+        "scripts": {"embedtrain": "embedtrain.cli.console:main"},
+    }
+    assert sorted(hook.missing(project)) == ["no-such-package-here>=1", "numpy<1"]
+    del project["optional-dependencies"]["web"][0], project["dependencies"][1]
+    assert list(hook.missing(project, f"# tested\npackaging=={version}  # why\npytest>=1\n")) == []
+    assert list(hook.missing(project, "packaging==20.0")) == ["packaging==20.0,>=20"]
+    project["scripts"]["embedtrain-other"] = "embedtrain:other"
+    assert list(hook.missing(project)) == ["scripts"]

@@ -1,4 +1,4 @@
-"""Writes tables of options into docs/reference/ and docs/from-*.md, and their types into embedtrain/keywords.pyi.
+"""Writes tables into docs/reference/, docs/from-*.md and docs/install.md, and types into embedtrain/keywords.pyi.
 
     python docs/hooks/reference.py
 
@@ -6,13 +6,15 @@ The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are repl
 of those within it. NAME is `Recipe.SECTION`, `TrainSource`, `EvaluationSet`, `VectorFormat`, `DataPath`,
 `RerankerConfig`, `PipelineConfig`, `losses` or `commands.TOPIC`. `Recipe` is the options outside of sections, followed
 by an index of the sections, and `commands` an index of the commands. The meaning of an option is its comment in the
-source, read with tokenize. For `migration_LIBRARY` it is a table of `config/migration.py`.
+source, read with tokenize. For `migration_LIBRARY` it is a table of `config/migration.py`, and for `extras` that of
+pyproject.toml.
 """
 
 import dataclasses
 import importlib
 import pkgutil
 import re
+import tomllib
 import types
 import typing
 from collections.abc import Iterator
@@ -68,8 +70,13 @@ _HEAD = "| option | meaning |\n| --- | --- |\n"
 def main() -> None:
     """Write the pages, and the types of the keywords of the Python functions."""
     KEYWORDS.write_text(keyword_types(), encoding="utf-8")
-    for page in (*sorted(PAGES.glob("*.md")), *sorted(MIGRATION_PAGES.glob("from-*.md"))):
+    for page in pages():
         page.write_text(generate(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def pages() -> list[Path]:
+    """The pages with generated tables."""
+    return [*sorted(PAGES.glob("*.md")), *sorted(MIGRATION_PAGES.glob("from-*.md")), MIGRATION_PAGES / "install.md"]
 
 
 def generate(markdown: str) -> str:
@@ -96,6 +103,8 @@ def section(name: str) -> str:
         case _ if name.startswith("commands."):
             topic = name.removeprefix("commands.")
             return "\n\n".join(_command(COMMANDS[each]) for each in commands() if COMMANDS[each].topic == topic)
+        case "extras":
+            return extras_table((PAGES.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
         case _ if name.startswith("migration_"):
             return migration_table(name.removeprefix("migration_"))
         case _:
@@ -215,6 +224,18 @@ def _typed(hint: Any, field: "dataclasses.Field[Any]", classes: dict[str, str]) 
         return "None"
     is_path = info(field).is_input or field.name.endswith("_dir")
     return "str | PathLike[str]" if hint is str and is_path else hint.__name__
+
+
+def extras_table(project: str) -> str:
+    """The extras in the text of a pyproject.toml, what their comments say they are for, and the packages they add."""
+    extras = tomllib.loads(project)["project"]["optional-dependencies"]
+    meanings = dict(re.findall(r"^([\w-]+) = \[.*\]  # (.+)$", project, re.MULTILINE))
+    lines = []
+    for name, requirements in extras.items():
+        names = [re.split(r"[<>=]", requirement)[0] for requirement in requirements]
+        packages = ", ".join(f"`{package}`" for package in names)
+        lines.append(f"| `{name}` | {meanings[name]} | {packages if len(names) < 9 else 'those of `pyproject.toml`'} |")
+    return "\n".join(["| extra | for | packages |", "| --- | --- | --- |", *lines])
 
 
 def migration_table(library: str) -> str:

@@ -1,7 +1,8 @@
 """mkdocs hook: adds pages from files outside docs/ and from the notebook, and rewrites links to such files.
 
 Pages have relative links for GitHub, such as `../recipes/bce_xlmr.yaml`. In the site a link to a file outside docs/
-leads to its page (PAGES) or to the repository at `repo_url`. A build without `repo_url` shows the path instead.
+leads to its page (PAGES) or to the repository at `repo_url`. A build without `repo_url` shows the path instead, and
+commands with a placeholder of the address.
 """
 
 import json
@@ -23,6 +24,7 @@ PAGES = {
     "README.md": "index.md",
     "docs/notebook.ipynb": "notebook.md",
 }
+PLACEHOLDER = "https://HOST/OWNER/embedtrain"  # of `repo_url`, in commands that install
 # A Markdown link: its text and target. Images start with "!" and are in docs/.
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\[\]]*)\]\((?P<target>[^()\s]+)\)")
 _CODE = re.compile(r"`[^`\n]+`")
@@ -60,6 +62,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         (path for path, name in PAGES.items() if name == page.file.src_uri and page.file.generated_by),
         f"docs/{page.file.src_uri}",
     )
+    if config.repo_url:
+        markdown = markdown.replace(PLACEHOLDER, config.repo_url.rstrip("/"))
     start, parts = 0, []
     for fence in _FENCE.finditer(markdown):
         parts += [_linked(markdown[start : fence.start()], source, page, config), fence[0]]

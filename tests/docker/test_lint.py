@@ -40,11 +40,11 @@ def test_they_differ_in_base_and_packages_alone():
 
 
 def test_the_wheel_is_made_of_what_the_context_has():
-    """What .dockerignore leaves out cannot be in the wheel: folders that pyproject.toml names, README and licence."""
+    """The wheel cannot have what .dockerignore leaves out: folders that pyproject.toml names, README, licence, hook."""
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = {*wheel["packages"], *wheel["force-include"], project["project"]["readme"], "pyproject.toml"}
+    needed = {*wheel["packages"], *wheel["force-include"], "README.md", "pyproject.toml", "hatch_build.py"}
     assert needed <= kept
     assert set(project["project"]["license-files"]) <= kept
 

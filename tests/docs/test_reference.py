@@ -25,10 +25,7 @@ def option_dataclasses() -> list[type]:
     return kinds
 
 
-MIGRATION_PAGES = sorted(reference.MIGRATION_PAGES.glob("from-*.md"))
-
-
-@pytest.mark.parametrize("page", [*PAGES, *MIGRATION_PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", reference.pages(), ids=lambda page: page.name)
 def test_the_committed_page_has_the_options_of_the_dataclasses(page):
     text = page.read_text(encoding="utf-8")
     assert text == reference.generate(text), "write the pages again: python docs/hooks/reference.py"

@@ -654,7 +654,7 @@ def load_encoder(
     Args:
         model: a model directory or Hub id, or the result of `train`.
         options, more: how the model computes, listed below.
-        quiet: print nothing on standard output.
+        quiet: print nothing on standard output, nor does `encode`, unless it is called with `show_progress_bar=True`.
 
     Returns:
         TextEncoder, with `encode`, `encode_queries`, `encode_documents`, `similarity` and `close`.
@@ -677,7 +677,7 @@ def load_encoder(
             SHARED_WORLD.leave()
             raise
     encoder = SentenceEncoder.from_model(loaded, world, chunk_tokens=composed.chunk_tokens, unshard=composed.unshard)
-    return TextEncoder(encoder, loaded.source.prompts, close=SHARED_WORLD.leave)
+    return TextEncoder(encoder, loaded.source.prompts, close=SHARED_WORLD.leave, shows_progress=not quiet)
 
 
 def _search_rows(

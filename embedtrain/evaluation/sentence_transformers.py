@@ -28,6 +28,7 @@ from embedtrain.errors import ConfigError
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.losses.encoded import Part
 from embedtrain.losses.score import LEXICAL_WEIGHTS
+from embedtrain.tracking.console import Console
 
 _PARTS = {"image", "text"}
 
@@ -74,7 +75,8 @@ class SentenceTransformersAdapter:
         is_single = _is_single(inputs)
         texts = self._items([inputs] if is_single else list(inputs))
         role = TextRole.query if task == TextRole.query.value else TextRole.document
-        part = self.encoder.encode(texts, self._prompt(prompt, prompt_name), role=role)
+        label = f"encoding {'queries' if role is TextRole.query else 'texts'}"
+        part = self.encoder.encode(texts, self._prompt(prompt, prompt_name), role=role, label=label)
         outputs = self.encoder.score.outputs(part)
         output_value = output_value or next(iter(outputs))
         if output_value not in outputs:
@@ -214,20 +216,31 @@ class TextEncoder(SentenceTransformersAdapter):
     Args:
         prompts: of the model, by name.
         close: called once, at the end.
+        shows_progress: whether `encode` shows how far it is, on rank 0, where `show_progress_bar` does not say.
     """
 
-    def __init__(self, encoder: SentenceEncoder, prompts: Mapping[str, str], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        encoder: SentenceEncoder,
+        prompts: Mapping[str, str],
+        close: Callable[[], None],
+        *,
+        shows_progress: bool = False,
+    ) -> None:
         super().__init__(encoder)
+        self._shows_progress = shows_progress
         self.prompts = {**prompts, **self.prompts}
         self._finalizer = weakref.finalize(self, close)
         self._finalizer.atexit = False
 
-    def encode(self, *args: Any, **options: Any) -> Any:
+    def encode(self, *args: Any, show_progress_bar: bool | None = None, **options: Any) -> Any:
         """`SentenceTransformersAdapter.encode` in one thread at a time; a ConfigError after `close`.
 
         In a process with other ranks, threads are refused: ranks could encode in different orders, and hang.
         """
-        with self._used():
+        shown = self._shows_progress if show_progress_bar is None else show_progress_bar
+        console = Console(enabled=shown and self.encoder.world.is_main)
+        with self._used(), console.progress() as progress, self.encoder.report_progress(progress):
             return super().encode(*args, **options)
 
     def get_embedding_dimension(self) -> int:

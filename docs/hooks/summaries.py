@@ -20,6 +20,9 @@ _LINK = re.compile(r"!?\[(?P<text>[^\]]*)\]\([^)]*\)")
 _MARKS = re.compile(r"<[^>]+>|[`*]")
 
 MAX_DESCRIPTION = 160  # characters: search engines cut what is longer
+# Factors in a search, by the beginning of a page's path: the reference has each option once, other pages mention it
+# often; the changelog is behind the pages that explain what it mentions.
+_BOOSTS = {"reference/": 3, "changelog": 0.1}
 
 _markdown: dict[str, str] = {}  # of each page, by its source
 _navigation: list[Navigation] = []
@@ -36,8 +39,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     _markdown[page.file.src_uri] = markdown
     page.meta.setdefault("title", title(markdown))
     page.meta.setdefault("description", description(markdown))
-    if page.file.src_uri.startswith("changelog"):
-        page.meta.setdefault("search", {"boost": 0.1})  # behind the pages that explain what it mentions
+    for start, boost in _BOOSTS.items():
+        if page.file.src_uri.startswith(start):
+            page.meta.setdefault("search", {"boost": boost})
     return markdown
 
 

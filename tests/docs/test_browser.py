@@ -110,7 +110,7 @@ def test_images_are_shown_one_for_each_color_scheme(site, browser):
         ("resume", "checkpoints"),
         ("lora rank", "llm"),
         ("NCCL timeout", "several-hosts"),
-        ("matryoshka", "losses"),
+        ("matryoshka", "reference/losses"),
     ],
 )
 def test_the_search_works_from_the_disk(site, browser, text, page, width):

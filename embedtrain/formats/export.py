@@ -31,7 +31,15 @@ from embedtrain.errors import CheckpointError, ConfigError, EmbedtrainError, Mod
 from embedtrain.formats.export_record import export_lock, replace_export, require_only_export, write_record
 from embedtrain.formats.hub import split_revision
 from embedtrain.formats.model_card import UNNAMED, card_header, description, hub_id
-from embedtrain.formats.onnx import GraphMeasure, check_graph, variant_table, write_graph, write_variants
+from embedtrain.formats.onnx import (
+    GRAPH,
+    GRAPH_TOLERANCE,
+    GraphMeasure,
+    check_graph,
+    variant_table,
+    write_graph,
+    write_variants,
+)
 from embedtrain.formats.peft import (
     AdapterBase,
     TaskAdapter,
@@ -50,6 +58,7 @@ from embedtrain.formats.verify import (
     ExportReference,
     check_sentence_transformers,
     check_transformers,
+    describe_check,
     export_tolerance,
     require_shapes,
 )
@@ -90,7 +99,8 @@ class ExportResult:
         """Type and check, for a message."""
         check = "not checked"
         if self.difference is not None:
-            check = f"outputs differ from the encoder's by {self.difference:.1e}, {self.tolerance:.0e} are allowed"
+            assert self.tolerance is not None
+            check = f"compared with the encoder: {describe_check(self.difference, self.tolerance)}"
         return f"{str(self.dtype).removeprefix('torch.')}, {check}"
 
 
@@ -160,7 +170,7 @@ class ModelExport:
         """
         directory = self.unfinished
         (directory / "README.md").write_text(card, encoding="utf-8")
-        difference = 0.0
+        difference, of_graphs = 0.0, list[str]()
         try:
             if not trust_remote_code:  # the architecture may be that of somebody else's run
                 remove_code(directory)
@@ -176,7 +186,10 @@ class ModelExport:
                     traced = write_graph(directory, source)
                 if reference is not None:
                     with phase("reopening it with onnxruntime"):
-                        check_graph(directory, source, traced)
+                        of_graph = check_graph(directory, source, traced)
+                    of_graphs.append(
+                        f"{GRAPH}: {describe_check(of_graph, GRAPH_TOLERANCE)} (compared with the weights)"
+                    )
                 with phase("writing other graphs"):
                     agreement = self.config.onnx_min_agreement
                     variants = write_variants(directory, source, self.config.formats, agreement, measure)
@@ -190,7 +203,7 @@ class ModelExport:
                     reference = replace(reference, same_weights=self.dtype == torch.float32)
                     with phase("reopening it with sentence-transformers"):
                         difference = max(difference, check_sentence_transformers(folder, source, reference))
-            notes = self._describe_serving(source)
+            notes = (*of_graphs, *self._describe_serving(source))
             write_record(directory)
             require_only_export(self.output_dir)  # files may have been added during the training
         except EmbedtrainError as error:

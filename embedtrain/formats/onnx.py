@@ -51,7 +51,7 @@ FILES = {
 }
 MAX_GRAPH_BYTES = 2**31 - 2**24  # a protobuf is limited to 2 GiB
 _OPSET = 18
-_TOLERANCE = 1e-4
+GRAPH_TOLERANCE = 1e-4
 # Metrics by their names, of the graph of a format in the directory of the model.
 GraphMeasure = Callable[[ModelSource, str], Mapping[str, float]]
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
@@ -193,10 +193,10 @@ def check_graph(directory: Path, source: ModelSource, expected: ProbeRows) -> fl
         subject = f"onnxruntime opens {graph.path} (a {source.config.model_type} model, output {name})"
         reference = files.joined(name, expected[name])
         values = files.joined(name, [text for outputs in single for text in outputs[name]])
-        differences.append(require_close(values, reference, _TOLERANCE, subject))
+        differences.append(require_close(values, reference, GRAPH_TOLERANCE, subject))
         reference = files.joined(name, [expected[name][row] for row in batch])
         values = files.joined(name, batched[name])
-        differences.append(require_close(values, reference, _TOLERANCE, f"{subject} and runs a padded batch"))
+        differences.append(require_close(values, reference, GRAPH_TOLERANCE, f"{subject} and runs a padded batch"))
     return max(differences)
 
 
@@ -207,8 +207,8 @@ def _check_towers(directory: Path, source: ModelSource, expected: ProbeRows) -> 
         path = _named(directory / GRAPH, graph.name)
         subject = f"onnxruntime opens {path} (a {source.config.model_type} model)"
         reference, *single = torch.cat(expected[graph.name]), *_run_tower(path, directory, graph)
-        differences.append(require_close(torch.cat(single[:-1]), reference, _TOLERANCE, subject))
-        differences.append(require_close(single[-1], reference, _TOLERANCE, f"{subject} and runs a batch"))
+        differences.append(require_close(torch.cat(single[:-1]), reference, GRAPH_TOLERANCE, subject))
+        differences.append(require_close(single[-1], reference, GRAPH_TOLERANCE, f"{subject} and runs a batch"))
     return max(differences)
 
 

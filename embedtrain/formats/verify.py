@@ -159,6 +159,11 @@ def max_relative_difference(vectors: Tensor, expected: Tensor) -> float:
     return float(((vectors - expected).norm(dim=1) / norms.clamp(min=max(float(norms.mean()), 1e-12))).max())
 
 
+def describe_check(difference: float, allowed: float) -> str:
+    """A comparison that has passed, for a message."""
+    return f"largest difference {difference:.1e}, allowed {allowed:.0e}"
+
+
 def require_close(
     vectors: Tensor, expected: Tensor, tolerance: float, subject: str, *, of: str = "the encoder's"
 ) -> float:

@@ -18,6 +18,7 @@ from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import Timeouts, World, joined_world
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import CompressedVectors
+from embedtrain.formats.export import ExportResult
 from embedtrain.formats.model_card import OF_EXPORT
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.loading.load import quiet_libraries, verify_and_compile
@@ -177,7 +178,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             tracker.exported(exported.directory)
             if start.has_finished:
                 _update_recipe(run)
-            _report_outcome(run, exported.directory, step)
+            _report_outcome(run, exported, step)
             reporter.report_finished(step)
             upload_run(run, exported.directory, step, tracker)
             metrics = world.broadcast(metrics_at(run_dir.path, step))
@@ -253,8 +254,8 @@ def _evaluation(
     return PeriodicEvaluation(evaluators=evaluators, best_metric=inputs.best_metric, state=state, tracker=tracker)
 
 
-def _report_outcome(run: Run, model: Path, step: int) -> None:
-    """Print what training has changed, and where the model is; on rank 0."""
+def _report_outcome(run: Run, model: ExportResult, step: int) -> None:
+    """Print what training has changed, where the model is, and how its check has ended; on rank 0."""
     if run.world.is_main:
         changes = describe_outcome(
             run.run_dir.path,
@@ -262,4 +263,4 @@ def _report_outcome(run: Run, model: Path, step: int) -> None:
             selects_best=run.recipe.checkpoint.best_metric is not None,
             evaluates_between=run.recipe.evaluation.every > 0,
         )
-        run.note([*changes, f"model: {model}"])
+        run.note([*changes, f"model: {model.directory} ({model.describe()})"])

@@ -149,4 +149,4 @@ def _describe(outcome: "Outcome", tolerance: float, known: "Sequence[str]") -> s
     if outcome.changes:
         reasons += [f"without texts that it changes: it {outcome.changes}"]
     notes = f" ({'; '.join(reasons)})" if reasons else ""
-    return f"{outcome.engine} {outcome.version}: {verdict}, largest difference {roles}{notes}"
+    return f"{outcome.engine} {outcome.version}: {verdict}, largest difference {roles}, allowed {tolerance:.0e}{notes}"

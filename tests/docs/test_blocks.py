@@ -1,6 +1,7 @@
 """Blocks of YAML, JSON and Python in the pages are valid, and recipes among them can work."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,16 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Recipe
 from embedtrain.pipeline.compose import compose_pipeline
 from tests.conftest import ROOT
-from tests.docs.pages import blocks, pages
+from tests.docs.commands import Command, check
+from tests.docs.pages import Block, blocks, pages
+from tests.docs.stand_ins import ABSOLUTE
 
+# Of a block that names no model.
+MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+MODEL_OF_KIND = {
+    "late_interaction": "answerdotai/ModernBERT-base",
+    "sparse": "google-bert/bert-base-uncased",
+}
 ALL = [block for page in pages() for block in blocks(page)]
 
 
@@ -36,29 +45,48 @@ def test_json_parses(block):
             break
 
 
-@pytest.mark.parametrize("block", of("yaml"))
-def test_yaml_is_checked_as_its_command_does(block, tmp_path, monkeypatch):
-    """A recipe, or a part of one with a model and data: what it combines must be possible."""
+def composed(block: Block, folder: Path) -> tuple[Command, list[Recipe]] | None:
+    """The training of a recipe, or of a part of one with a model and data; None for other files."""
     if block.excused:
         pytest.skip("shown only")
     keys = yaml.safe_load(block.text)
     if block.title is not None and "@package _global_" not in block.text:
         assert isinstance(keys, dict), "a file that a command of the page takes: test_commands.py tries it"
-        return
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "block.yaml").write_text(f"# @package _global_\n{block.text}", encoding="utf-8")
-    arguments = ["--config-dir", str(tmp_path), "recipe=block"]
+        return None
+    (folder / "recipe").mkdir()
+    text = block.text
+    for absolute, below in ABSOLUTE.items():
+        text = text.replace(absolute, below)
+    (folder / "recipe" / "block.yaml").write_text(f"# @package _global_\n{text}", encoding="utf-8")
+    arguments = ["--config-dir", str(folder), "recipe=block"]
     if keys.get("kind") == "pipeline":
         pipeline = compose_pipeline(arguments, check_paths=False)
         assert {stage.name.partition("-")[0] for stage in pipeline.stages} >= keys["stages"].keys()
-        return
+        return None
     assert keys.keys() <= {*vars(Recipe()), "defaults"}, "a recipe or a part of one"
-    added = {"name=block": "name", "model.path=my-model": "model", "data.train=[my.jsonl]": "data"}
     has_model = keys.get("model", {}).keys() & {"path", "config", "query", "text"}
+    model = MODEL_OF_KIND.get(keys.get("model", {}).get("kind", "dense"), MODEL)
+    added = {"name=block": "name", f"model.path={model}": "model", "data.train=[my.jsonl]": "data"}
     missing = [text for text, key in added.items() if key not in keys or (key == "model" and not has_model)]
-    (recipe,) = compose_recipes([*arguments, *missing])
-    assert recipe.name == keys.get("name", "block")
+    recipes = compose_recipes([*arguments, *missing])
+    assert [recipe.name for recipe in recipes] == [keys.get("name", "block")]
+    return Command("train", tuple(missing)), recipes
+
+
+@pytest.mark.parametrize("block", of("yaml"))
+def test_yaml_is_composed_as_its_command_does(block, page_folder):
+    """What it combines must be possible."""
+    composed(block, page_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", of("yaml"))
+def test_yaml_is_checked_as_its_command_does(block, page_folder, stand_ins):
+    """The same up to where `train` would load the model, with models and rows of the names in the block."""
+    training = composed(block, page_folder)
+    if training is not None:
+        stand_ins.put(f"{block.text} {training}", block.page.name, page_folder)
+        check(*training)
 
 
 def test_the_pages_have_blocks():

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 from embedtrain.api import TrainResult
 
 
-class LoraKeywords(TypedDict, total=False):
+class LoraGroup(TypedDict, total=False):
     rank: int | None
     """r of every adapter; null trains all weights"""
     alpha: float | None
@@ -29,7 +29,7 @@ class LoraKeywords(TypedDict, total=False):
     revision: str | None
     """a commit, tag or branch of its Hub repository"""
 
-class HeadKeywords(TypedDict, total=False):
+class HeadGroup(TypedDict, total=False):
     out: int
     """dimensions of its output; that of the last head is the dimension of the vectors"""
     bias: bool
@@ -39,20 +39,20 @@ class HeadKeywords(TypedDict, total=False):
     init: Literal['identity', 'normal']
     """Initial weights of a head; a bias starts at 0. `identity`: the first rows of the identity matrix, so that heads without an activation whose last has as many outputs as the pooling leave the vectors as they were. `normal`: of mean 0 and standard deviation 1 / sqrt(inputs)"""
 
-class ImageKeywords(TypedDict, total=False):
+class ImageGroup(TypedDict, total=False):
     frozen: bool
     """train nothing of the vision tower and of what projects its rows"""
     min_pixels: int | None
     """pixels of a picture, which the image processor of Qwen-VL makes larger or smaller; default: those of the directory"""
     max_pixels: int | None
 
-class ChunkingKeywords(TypedDict, total=False):
+class ChunkingGroup(TypedDict, total=False):
     late: bool | None
     """Late chunking: encode a document in one forward pass, and pool each of its chunks to a vector of its own, which knows the rest of the document. Default: that of the directory, else false"""
     negatives: bool
     """The other chunks of a document are negatives, of its own query and of the others; false: they are context alone"""
 
-class TowerKeywords(TypedDict, total=False):
+class TowerGroup(TypedDict, total=False):
     path: str | PathLike[str] | None
     """Hub id, Hugging Face directory or sentence-transformers directory"""
     revision: str | None
@@ -61,7 +61,7 @@ class TowerKeywords(TypedDict, total=False):
     """`cls`, `mean`, `last`, `max` or `weighted_mean`; default: that of a sentence-transformers directory"""
     normalize: bool | None
     """default: model.normalize, or that of the directory, else true"""
-    heads: list[HeadKeywords]
+    heads: list[HeadGroup]
     """new dense heads between pooling and normalisation, for a tower that has none: both need the same dimensions"""
     max_length: int | None
     """tokens, including special tokens; default: model.max_length, or the directory's"""
@@ -70,7 +70,7 @@ class TowerKeywords(TypedDict, total=False):
     include_prompt: bool | None
     """include the prompt in mean pooling; default: that of the directory, else true"""
 
-class ImageTextTowerKeywords(TypedDict, total=False):
+class ImageTextTowerGroup(TypedDict, total=False):
     path: str | PathLike[str] | None
     """Hub id or directory of a model of texts, or of pictures, of which a new pair is made; default: that of model.path"""
     revision: str | None
@@ -78,7 +78,7 @@ class ImageTextTowerKeywords(TypedDict, total=False):
     frozen: bool
     """train nothing of what its files have; a new projection is trained"""
 
-class ModelKeywords(TypedDict, total=False):
+class ModelGroup(TypedDict, total=False):
     kind: str
     """What the model computes: dense (a vector per text), dual_encoder (the same, by one model for queries and another for documents), image_text (a vector per text and per picture, CLIP), cross_encoder (a score per pair of query and document, a reranker), late_interaction (a vector per token of a text, ColBERT), m3 (a vector, lexical weights and a vector per token, BGE-M3) or sparse (a weight per word of the vocabulary, SPLADE). Each has further options"""
     path: str | PathLike[str] | None
@@ -105,7 +105,7 @@ class ModelKeywords(TypedDict, total=False):
     """extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}"""
     dropout: float | None
     """Probability of every dropout that the configuration names (hidden states, attention, classifier, ...), in training alone: the exported configuration is the original one. Default: those of the configuration"""
-    lora: LoraKeywords
+    lora: LoraGroup
     query_prompt: str | None
     """precedes every query; default: that of the directory, else none"""
     document_prompt: str | None
@@ -120,22 +120,22 @@ class ModelKeywords(TypedDict, total=False):
     """L2-normalize embeddings; default: that of the directory, else true"""
     similarity: Literal['cosine', 'dot', 'euclidean', 'manhattan'] | None
     """How vectors are compared in evaluation, mining and search, and in the exported model: cosine, dot, euclidean or manhattan. Default: as the loss compares them unless they are normalised, else that of the directory, else cosine. How a model compares the vectors of two texts, as sentence-transformers names it. `euclidean` and `manhattan` are distances, less than 0"""
-    heads: list[HeadKeywords]
+    heads: list[HeadGroup]
     """New dense heads between pooling and normalisation, for a model whose directory has none"""
     append_eos: bool | None
     """end every text with the end-of-text token; default: true with pooling `last`"""
     include_prompt: bool | None
     """include the prompt in mean pooling; default: that of the directory, else true"""
-    image: ImageKeywords
+    image: ImageGroup
     """of a vision-language model"""
-    chunking: ChunkingKeywords
+    chunking: ChunkingGroup
     item_template: str | None
     """What a vision-language model reads around an item, with {item} once, and {prompt} before it. Default: what the chat template of the directory writes, with the prompt as a system message; without a template {prompt}{item}"""
-    query: TowerKeywords
+    query: TowerGroup
     """The tower of queries, unless model.path has both (a Router of sentence-transformers), whose options these replace"""
-    document: TowerKeywords
+    document: TowerGroup
     """the tower of documents"""
-    text: ImageTextTowerKeywords
+    text: ImageTextTowerGroup
     """the tower of texts"""
     projection_dim: int
     """dimensions of the vectors of a pair that is made of text.path and image.path, by new projections"""
@@ -178,7 +178,7 @@ class ModelKeywords(TypedDict, total=False):
     train_query_weights: bool | None
     """Whether they are trained, with the learning rate 1e-3 unless optim.groups has one for `query_weights`; default: as the directory says, else false"""
 
-class SparsityKeywords(TypedDict, total=False):
+class SparsityGroup(TypedDict, total=False):
     query_weight: float | None
     """Factor of the queries' regularizer; 0: none. Default: 5e-5, or 0 for static queries, which are sparse already"""
     document_weight: float
@@ -194,7 +194,7 @@ class SparsityKeywords(TypedDict, total=False):
     ramp: float
     """The weights grow quadratically from 0 over these first steps: below 1 a fraction of all steps, from 1 a number"""
 
-class ParameterGroupKeywords(TypedDict, total=False):
+class ParameterGroupGroup(TypedDict, total=False):
     match: str
     """Regular expression that is searched in a parameter's name, which `inspect` and a group without a match print: `backbone.` and the names of transformers, `dense.` of heads, `loss.` of the loss"""
     name: str | None
@@ -208,7 +208,7 @@ class ParameterGroupKeywords(TypedDict, total=False):
     freeze_until: float | None
     """They stay unchanged, moments included, until this step: below 1 a fraction of all steps, from 1 a number of steps"""
 
-class OptimKeywords(TypedDict, total=False):
+class OptimGroup(TypedDict, total=False):
     name: Literal['adamw', 'stable_adamw', 'lion', 'muon']
     """How gradients become updates. `adamw` is AdamW. `stable_adamw` divides the learning rate of a tensor by the RMS of g / sqrt(v) if that is above 1 (Wortsman et al., 2023). `lion` uses the sign of a momentum (Chen et al., 2023): lower `lr` and raise `weight_decay` by a factor of 3 to 10, with `betas=[0.9,0.99]`. `muon` makes the momentum of each matrix of the blocks orthogonal (Jordan et al., 2024); embeddings, heads, norms, biases and adapters have AdamW"""
     lr: float
@@ -245,28 +245,30 @@ class OptimKeywords(TypedDict, total=False):
     """Decay of a moving average of the weights, such as 0.999, which is evaluated and exported; null: none"""
     layer_decay: float | None
     """Of L blocks, counted from 0, block l has lr * layer_decay^(L - l), embeddings lr * layer_decay^(L + 1)"""
-    groups: list[ParameterGroupKeywords]
+    groups: list[ParameterGroupGroup]
     """of each parameter the first that matches"""
 
-class TrainKeywords(TypedDict, total=False):
-    name: str
-    """name of the run; default: that of the recipe, else the last part of model.path"""
-    seed: int
-    """seed of the data order, dropout and new weights"""
-    output_dir: str | PathLike[str]
-    """directory of the run"""
-    resume: Literal['auto', 'never', 'require']
-    """What happens if `output_dir` holds a run. `auto` continues it; if it has finished, it only makes the evaluation and the export that are asked for, and ends with an error if an option that changes training is another one. `never` ends with an error. `require` ends with an error if there is no checkpoint to continue"""
-    model: str | PathLike[str] | TrainResult | ModelKeywords
-    sparsity: SparsityKeywords
-    optim: OptimKeywords
-    train: TrainKeywords
-    parallel: ParallelKeywords
-    checkpoint: CheckpointKeywords
-    export: ExportKeywords
-    tracking: TrackingKeywords
+class TrainGroup(TypedDict, total=False):
+    steps: int | None
+    """optimizer steps; instead of epochs"""
+    epochs: float | None
+    """passes over the data; default: 1, if steps is not set"""
+    init_from: str | PathLike[str] | None
+    """An earlier run of the same model, or one of its checkpoints: a new run starts with its weights, loss and optimizer state, at step 0 of its own data and schedule. Of a run, the step that it exported"""
+    global_batch_size: int
+    """rows per batch over all ranks, whatever their number"""
+    chunk_tokens: int
+    """tokens, including padding, of one forward pass on one rank"""
+    activation_tokens: int | None
+    """Tokens whose activations are kept, so that they are not encoded twice; default: what fits into memory"""
+    pass_overhead_tokens: int | None
+    """cost of a forward pass, in tokens: smaller is less padding in more passes"""
+    gradient_accumulation_steps: int
+    """global batches per step; each has its own negatives"""
+    log_every: int | None
+    """Steps between log lines and rows of metrics.jsonl; default: 10, and less in a run that would have fewer than ten"""
 
-class ParallelKeywords(TypedDict, total=False):
+class ParallelGroup(TypedDict, total=False):
     strategy: Literal['auto', 'ddp', 'fsdp', 'hsdp']
     """How weights are distributed: replicated, sharded, or sharded within groups of ranks that are replicas"""
     shard_size: int | None
@@ -298,7 +300,7 @@ class ParallelKeywords(TypedDict, total=False):
     step_timeout: float
     """The same within a step, after the first one that compiles nothing: at most `timeout`, at least three times the longest step so far"""
 
-class CheckpointKeywords(TypedDict, total=False):
+class CheckpointGroup(TypedDict, total=False):
     every: int
     """steps between checkpoints; 0: by time, see `every_minutes`"""
     every_minutes: float
@@ -318,47 +320,31 @@ class CheckpointKeywords(TypedDict, total=False):
     best_metric: str | None
     """set/metric, such as dev/ndcg@10: keep and export the checkpoint that is best by it"""
 
-class ExportKeywords(TypedDict, total=False):
-    model: str | PathLike[str]
-    """model directory or Hub id; of verify a directory"""
-    kind: Any
-    """of the model, also `module:Class` of a module of your own; default: what its files say"""
-    pooling: Any
-    """cls, mean, last, max, weighted_mean, or module:Class for your own; default: the model's"""
-    trust_remote_code: Any
-    """Execute Python code of the models that are named beside it: only for authors you trust"""
-    base: str | PathLike[str] | None
-    """The model that the adapters, or the models of task_arithmetic and ties, were trained from, as ID@REVISION; default of adapters: the model that they name"""
-    subset: int | None
-    """maximum number of queries or rows of each set"""
+class ExportGroup(TypedDict, total=False):
+    formats: list[str]
+    """sentence_transformers: always written, transformers opens it too, adapters are merged. onnx: an fp32 graph in the same directory; onnx_fp16, onnx_int8: smaller files of it, and openvino: OpenVINO's, each besides onnx. adapter: the LoRA adapter alone, in a directory inside it, for PEFT. logit_score: a reranker that started from the score of tokens as a causal language model again, in a directory inside it"""
+    dtype: Literal['source', 'fp32', 'bf16', 'fp16']
+    """The type of exported weights; `source` is the type of the weights that the run started from"""
+    truncate_dim: int | None
+    """vectors have only the first so many dimensions; needs loss.matryoshka.dims"""
+    onnx_min_agreement: float
+    """Smallest cosine of a vector of onnx_fp16, onnx_int8 or openvino to that of onnx, on probe texts; of vectors of tokens, the mean of a text; of a cross-encoder, 1 minus the largest difference of a probability. An export below it fails"""
+    rope_theta: float | None
+    """Base of the rotary positions of the exported model, which its evaluations measure; default: that of training"""
+    max_file_size: str
+    """larger weights are split into files of at most this size"""
+    check: bool
+    """reopen and compare; false for models that do not fit into one process"""
     push_to_hub: str | None
-    """Hub id to upload to"""
+    """Hub id of a repository to upload to; created if missing"""
     private: bool
     """whether a repository that is created is private"""
-    adapters: Any
-    """Instead of run: the directory has one base model and the LoRA adapters of several runs on it, by name of the task, {retrieval: runs/a, clustering: runs/b}. Options that default to the recipe's take those of the first run"""
-    page_library: Literal['transformers', 'colpali_engine'] | None
-    """Instead of run, `model` is a late-interaction model over pages, which is written for this library; vectors of the same weights change, and the command says by how much. The library whose classes a late-interaction model over pages is for. They put other texts around queries and pages, and transformers counts the positions of a page's tokens as those of a text, so that vectors of the same weights differ"""
-    weights_of: Literal['trained', 'ema'] | None
-    """default: the moving average if the run has one (optim.ema). Which weights of a checkpoint are read: those that were trained, or their moving average (`optim.ema`)"""
-    formats: list[str] | None
-    """default: the recipe's export.formats"""
-    dtype: Literal['source', 'fp32', 'bf16', 'fp16'] | None
-    """default: the recipe's export.dtype. The type of exported weights; `source` is the type of the weights that the run started from"""
-    truncate_dim: int | None
-    """vectors have only the first so many dimensions; default: the recipe's"""
-    rope_theta: float | None
-    """base of the rotary positions; default: the recipe's export.rope_theta"""
-    max_file_size: str | None
-    """default: the recipe's export.max_file_size"""
-    onnx_min_agreement: float | None
-    """default: the recipe's export.onnx_min_agreement"""
-    check: bool | None
-    """reopen and compare; default: the recipe's export.check"""
-    max_metric_loss: float
-    """Largest decrease of the main metric of a set, from the graph of onnx to a smaller one: more fails the export"""
+    license: str | None
+    """for the model card: an identifier of the Hub, such as apache-2.0"""
+    language: list[str]
+    """for the model card: ISO 639-1 codes, such as [en, zh]"""
 
-class TrackingKeywords(TypedDict, total=False):
+class TrackingGroup(TypedDict, total=False):
     wandb: bool
     """log to Weights & Biases"""
     wandb_init: Any
@@ -387,6 +373,24 @@ class TrackingKeywords(TypedDict, total=False):
     """ranks that write traces; null: all"""
     report: bool
     """write report.html at the end, for which a few texts are encoded before and after"""
+
+class TrainKeywords(TypedDict, total=False):
+    name: str
+    """name of the run; default: that of the recipe, else the last part of model.path"""
+    seed: int
+    """seed of the data order, dropout and new weights"""
+    output_dir: str | PathLike[str]
+    """directory of the run"""
+    resume: Literal['auto', 'never', 'require']
+    """What happens if `output_dir` holds a run. `auto` continues it; if it has finished, it only makes the evaluation and the export that are asked for, and ends with an error if an option that changes training is another one. `never` ends with an error. `require` ends with an error if there is no checkpoint to continue"""
+    model: str | PathLike[str] | TrainResult | ModelGroup
+    sparsity: SparsityGroup
+    optim: OptimGroup
+    train: TrainGroup
+    parallel: ParallelGroup
+    checkpoint: CheckpointGroup
+    export: ExportGroup
+    tracking: TrackingGroup
 
 class EncoderKeywords(TypedDict, total=False):
     trust_remote_code: Any
@@ -418,7 +422,7 @@ class EncoderKeywords(TypedDict, total=False):
     timeout: float
     """seconds that a rank waits for the others before all fail"""
 
-class IndexKeywords(TypedDict, total=False):
+class IndexGroup(TypedDict, total=False):
     dtype: Literal['fp32', 'bf16', 'fp16']
     """The type of the stored embeddings of documents. Scores are always fp32. `fp16` has three more bits than `bf16` for numbers up to 1, and is for unit vectors"""
     scan_dtype: Literal['bf16', 'fp16', 'int8'] | None
@@ -463,7 +467,7 @@ class EvaluateKeywords(TypedDict, total=False):
     """store document vectors there; the next run does not encode them again"""
     subset: int | None
     """maximum number of queries or rows of each set"""
-    index: IndexKeywords
+    index: IndexGroup
     output_dir: str | PathLike[str]
     """directory for the results"""
     chunk_tokens: int
@@ -522,7 +526,7 @@ class MineKeywords(TypedDict, total=False):
     """as data.cache_dir"""
     instruction_format: str
     """as data.instruction_format"""
-    index: IndexKeywords
+    index: IndexGroup
     chunk_tokens: int
     """per forward pass of a rank, including padding"""
     unshard: Literal['layer', 'model']
@@ -597,7 +601,7 @@ class FilterKeywords(TypedDict, total=False):
     """as data.cache_dir"""
     instruction_format: str
     """as data.instruction_format"""
-    index: IndexKeywords
+    index: IndexGroup
     chunk_tokens: int
     """per forward pass of a rank, including padding"""
     unshard: Literal['layer', 'model']
@@ -664,7 +668,7 @@ class SearchKeywords(TypedDict, total=False):
     """Weights of the dense, lexical and multi-vector scores of a model of three representations (BGE-M3) in their sum; default: the model's"""
     vectors_dir: str | PathLike[str] | None
     """store document vectors there; the next run does not encode them again"""
-    index: IndexKeywords
+    index: IndexGroup
     chunk_tokens: int
     """per forward pass of a rank, including padding"""
     precision: Literal['auto', 'bf16', 'fp32']
@@ -678,7 +682,7 @@ class SearchKeywords(TypedDict, total=False):
     vectors: Any
     """Search compressed vectors: int8, uint8, binary, or options of VectorFormat as in evaluation.vectors, such as {documents: binary, rescore: {times: 4}}. The printed scores are those of the float vectors"""
 
-class QueriesKeywords(TypedDict, total=False):
+class QueriesGroup(TypedDict, total=False):
     per_document: int
     """queries of a document; of a long one, for several windows"""
     kinds: Any
@@ -692,7 +696,7 @@ class QueriesKeywords(TypedDict, total=False):
     negatives: int
     """hard negatives of each query that the language model writes"""
 
-class WindowKeywords(TypedDict, total=False):
+class WindowGroup(TypedDict, total=False):
     words: int
     """of a window; two characters of Chinese or Japanese are a word"""
     overlap: int
@@ -700,13 +704,13 @@ class WindowKeywords(TypedDict, total=False):
     positive: Literal['document', 'window']
     """of a row: the document, or the window that its query is for. What the positive of a row is: the whole document, or the window that the query was written for"""
 
-class PriceKeywords(TypedDict, total=False):
+class PriceGroup(TypedDict, total=False):
     input: float
     """for a million tokens that the model reads"""
     output: float
     """for a million tokens that it writes"""
 
-class WriterKeywords(TypedDict, total=False):
+class WriterGroup(TypedDict, total=False):
     model: str | PathLike[str]
     """model directory or Hub id; of verify a directory"""
     trust_remote_code: Any
@@ -735,15 +739,15 @@ class WriterKeywords(TypedDict, total=False):
     """0 takes the most probable token each time"""
     max_new_tokens: int
     """of one answer"""
-    price: PriceKeywords
+    price: PriceGroup
 
-class JudgeKeywords(TypedDict, total=False):
+class JudgeGroup(TypedDict, total=False):
     min_grade: int | None
     """Queries with a lower grade are thrown away: 4 asks for documents that answer the query. Null: no judge"""
-    writer: WriterKeywords
+    writer: WriterGroup
     """the judge; without a model, the writer of the queries"""
 
-class RoundTripKeywords(TypedDict, total=False):
+class RoundTripGroup(TypedDict, total=False):
     model: str | PathLike[str]
     """model directory or Hub id; without one, queries are not searched for"""
     revision: str | None
@@ -751,15 +755,15 @@ class RoundTripKeywords(TypedDict, total=False):
     keep_rank: int
     """A document is found if at most keep_rank - 1 other documents of `corpus` score higher"""
 
-class ChecksKeywords(TypedDict, total=False):
+class ChecksGroup(TypedDict, total=False):
     max_copied_words: int | None
     """Most words in a row that a query has in common with its document; two characters of Chinese or Japanese are a word"""
     near_duplicate: float | None
     """Smallest Jaccard similarity of the words and pairs of words of two queries, of which the later one is thrown away. Null: only queries that are equal but for case and punctuation"""
     languages: bool
     """whether queries have to be in the language asked for, else in that of their document"""
-    judge: JudgeKeywords
-    round_trip: RoundTripKeywords
+    judge: JudgeGroup
+    round_trip: RoundTripGroup
 
 class SynthesizeKeywords(TypedDict, total=False):
     timeout: float
@@ -768,9 +772,9 @@ class SynthesizeKeywords(TypedDict, total=False):
     """for a row that cannot be used: stop with file and line, or skip and count it. How rows that cannot be used are handled"""
     seed: int
     """of random choices"""
-    queries: QueriesKeywords
-    window: WindowKeywords
-    checks: ChecksKeywords
+    queries: QueriesGroup
+    window: WindowGroup
+    checks: ChecksGroup
     prompts: str | PathLike[str] | None
     """a folder of templates NAME.jinja, which replace those of the same name; other names are kinds of your own"""
     paraphrase: float
@@ -781,3 +785,43 @@ class SynthesizeKeywords(TypedDict, total=False):
     """Limits of all requests of output_dir, also of runs that were interrupted or had other options. Null: no limit"""
     max_tokens: int | None
     """of what is read, and the most that may be written"""
+
+class ExportKeywords(TypedDict, total=False):
+    model: str | PathLike[str]
+    """model directory or Hub id; of verify a directory"""
+    kind: Any
+    """of the model, also `module:Class` of a module of your own; default: what its files say"""
+    pooling: Any
+    """cls, mean, last, max, weighted_mean, or module:Class for your own; default: the model's"""
+    trust_remote_code: Any
+    """Execute Python code of the models that are named beside it: only for authors you trust"""
+    base: str | PathLike[str] | None
+    """The model that the adapters, or the models of task_arithmetic and ties, were trained from, as ID@REVISION; default of adapters: the model that they name"""
+    subset: int | None
+    """maximum number of queries or rows of each set"""
+    push_to_hub: str | None
+    """Hub id to upload to"""
+    private: bool
+    """whether a repository that is created is private"""
+    adapters: Any
+    """Instead of run: the directory has one base model and the LoRA adapters of several runs on it, by name of the task, {retrieval: runs/a, clustering: runs/b}. Options that default to the recipe's take those of the first run"""
+    page_library: Literal['transformers', 'colpali_engine'] | None
+    """Instead of run, `model` is a late-interaction model over pages, which is written for this library; vectors of the same weights change, and the command says by how much. The library whose classes a late-interaction model over pages is for. They put other texts around queries and pages, and transformers counts the positions of a page's tokens as those of a text, so that vectors of the same weights differ"""
+    weights_of: Literal['trained', 'ema'] | None
+    """default: the moving average if the run has one (optim.ema). Which weights of a checkpoint are read: those that were trained, or their moving average (`optim.ema`)"""
+    formats: list[str] | None
+    """default: the recipe's export.formats"""
+    dtype: Literal['source', 'fp32', 'bf16', 'fp16'] | None
+    """default: the recipe's export.dtype. The type of exported weights; `source` is the type of the weights that the run started from"""
+    truncate_dim: int | None
+    """vectors have only the first so many dimensions; default: the recipe's"""
+    rope_theta: float | None
+    """base of the rotary positions; default: the recipe's export.rope_theta"""
+    max_file_size: str | None
+    """default: the recipe's export.max_file_size"""
+    onnx_min_agreement: float | None
+    """default: the recipe's export.onnx_min_agreement"""
+    check: bool | None
+    """reopen and compare; default: the recipe's export.check"""
+    max_metric_loss: float
+    """Largest decrease of the main metric of a set, from the graph of onnx to a smaller one: more fails the export"""

@@ -188,6 +188,7 @@ def keyword_types() -> str:
 
 def _typed_dict(name: str, of_kinds: list[type], classes: dict[str, str], left_out: tuple[str, ...] = ()) -> None:
     """Add the TypedDict of the options that these dataclasses have, and those of the groups in them."""
+    assert name not in classes, f"two classes are called {name}"
     fields: dict[str, str] = {}
     for kind in of_kinds:
         hints = typing.get_type_hints(kind)
@@ -206,10 +207,10 @@ def _typed(hint: Any, field: "dataclasses.Field[Any]", classes: dict[str, str]) 
     if is_code(field) or hint is Any or hint is LossConfig:
         return "Any"
     if hint is ModelConfig:
-        _typed_dict("ModelKeywords", [kind.options for kind in kinds()], classes)
-        return "str | PathLike[str] | TrainResult | ModelKeywords"
+        _typed_dict("ModelGroup", [kind.options for kind in kinds()], classes)
+        return "str | PathLike[str] | TrainResult | ModelGroup"
     if dataclasses.is_dataclass(hint):
-        name = f"{re.sub('(Config|Options)$', '', hint.__name__)}Keywords"
+        name = f"{re.sub('(Config|Options)$', '', hint.__name__)}Group"  # a function may have the name of a group
         if name not in classes:
             _typed_dict(name, [hint], classes)
         return name

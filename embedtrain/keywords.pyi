@@ -106,6 +106,8 @@ class ModelGroup(TypedDict, total=False):
     dropout: float | None
     """Probability of every dropout that the configuration names (hidden states, attention, classifier, ...), in training alone: the exported configuration is the original one. Default: those of the configuration"""
     lora: LoraGroup
+    adapter: Any
+    """Another adapter of PEFT instead of LoRA: a mapping of its type, such as dora, ia3 or vera, and settings of PEFT's configuration of this type, such as {type: dora, r: 16, target_modules: all-linear}"""
     query_prompt: str | None
     """precedes every query; default: that of the directory, else none"""
     document_prompt: str | None
@@ -322,7 +324,7 @@ class CheckpointGroup(TypedDict, total=False):
 
 class ExportGroup(TypedDict, total=False):
     formats: list[str]
-    """sentence_transformers: always written, transformers opens it too, adapters are merged. onnx: an fp32 graph in the same directory; onnx_fp16, onnx_int8: smaller files of it, and openvino: OpenVINO's, each besides onnx. adapter: the LoRA adapter alone, in a directory inside it, for PEFT. logit_score: a reranker that started from the score of tokens as a causal language model again, in a directory inside it"""
+    """sentence_transformers: always written, transformers opens it too, adapters are merged. onnx: an fp32 graph in the same directory; onnx_fp16, onnx_int8: smaller files of it, and openvino: OpenVINO's, each besides onnx. adapter: the adapter alone, in a directory inside it, for PEFT. logit_score: a reranker that started from the score of tokens as a causal language model again, in a directory inside it"""
     dtype: Literal['source', 'fp32', 'bf16', 'fp16']
     """The type of exported weights; `source` is the type of the weights that the run started from"""
     truncate_dim: int | None
@@ -410,7 +412,7 @@ class EncoderKeywords(TypedDict, total=False):
     query_prompt: str | None
     """default: the model's"""
     adapter: str | PathLike[str] | None
-    """a LoRA adapter in PEFT's format: directory or Hub id"""
+    """an adapter in PEFT's format: directory or Hub id"""
     normalize: bool | None
     """L2-normalize vectors; default: the model's setting"""
     chunk_tokens: int
@@ -454,7 +456,7 @@ class EvaluateKeywords(TypedDict, total=False):
     query_prompt: str | None
     """default: the model's"""
     adapter: str | PathLike[str] | None
-    """a LoRA adapter in PEFT's format: directory or Hub id"""
+    """an adapter in PEFT's format: directory or Hub id"""
     normalize: bool | None
     """L2-normalize vectors; default: the model's setting"""
     reranker: Any
@@ -519,7 +521,7 @@ class MineKeywords(TypedDict, total=False):
     query_prompt: str | None
     """default: the model's"""
     adapter: str | PathLike[str] | None
-    """a LoRA adapter in PEFT's format: directory or Hub id"""
+    """an adapter in PEFT's format: directory or Hub id"""
     normalize: bool | None
     """L2-normalize vectors; default: the model's setting"""
     cache_dir: str | PathLike[str] | None
@@ -594,7 +596,7 @@ class FilterKeywords(TypedDict, total=False):
     query_prompt: str | None
     """default: the model's"""
     adapter: str | PathLike[str] | None
-    """a LoRA adapter in PEFT's format: directory or Hub id"""
+    """an adapter in PEFT's format: directory or Hub id"""
     normalize: bool | None
     """L2-normalize vectors; default: the model's setting"""
     cache_dir: str | PathLike[str] | None

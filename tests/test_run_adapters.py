@@ -15,7 +15,7 @@ from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as main
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, ConfigError, ModelError
-from embedtrain.models.adapters import Delta
+from embedtrain.models.adapters import Merger
 from embedtrain.utils.files import write_checksums
 from tests.checkpoint.tei_rules import open_as_tei
 from tests.commands import call
@@ -187,11 +187,11 @@ def test_training_continues_from_an_exported_adapter(ranks, workshop, tmp_path):
 
 def unmerged(world: World, *arguments: str) -> str:
     """A run whose export leaves out the adapters."""
-    merged_rows, Delta.merged_rows = Delta.merged_rows, lambda self, rows, first: rows.float()  # type: ignore[method-assign]
+    merged_rows, Merger.rows = Merger.rows, lambda self, name, rows, first: rows.float()  # type: ignore[method-assign]
     try:
         return run(world, *arguments)
     finally:
-        Delta.merged_rows = merged_rows  # type: ignore[method-assign]
+        Merger.rows = merged_rows  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])

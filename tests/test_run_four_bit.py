@@ -69,7 +69,7 @@ def in_one_process(model: ModelConfig) -> dict[str, torch.Tensor]:
     adapted = add_adapters(encoder, replace(model.lora, load_in_4bit=False), None, torch.float32)
     assert adapted.config.r == 4
 
-    encoder.load_state_dict(initial_adapters(encoder, adapted, 3), strict=False)
+    encoder.load_state_dict(dict(initial_adapters(encoder, adapted, 3)), strict=False)
     vectors = encoder.eval()(Chunk(IDS, MASK))[0]
     vectors.pow(3).sum().backward()
     grads = {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}

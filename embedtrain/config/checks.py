@@ -91,7 +91,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     _check_evaluation(recipe)
     _check_checkpoint(recipe)
     check_export(recipe.export, "export.")
-    check_lora(recipe.model.lora, recipe.export.formats)
+    check_adapters(recipe.model, recipe.export.formats)
     kind.check_other_options(recipe)
     check_kind_loss(recipe.loss, kind)
     for index, source in enumerate(recipe.data.train):
@@ -164,21 +164,25 @@ def check_rope_scaling(scaling: Any) -> None:
         )
 
 
-def check_lora(lora: LoraConfig, export_formats: Sequence[str]) -> None:
-    """Raise a ConfigError for options of adapters that cannot work, also together with `export.formats`."""
-    defaults = LoraConfig()
+def check_adapters(model: ModelConfig, export_formats: Sequence[str]) -> None:
+    """Raise a ConfigError for options of adapters that cannot work, also together with `export.formats`.
+
+    The settings of `model.adapter` are those of PEFT, which checks them when the model is opened.
+    """
+    lora, defaults = model.lora, LoraConfig()
     check = OptionChecks(lora, "model.lora.")
-    if not lora.on:
+    if not model.adapters.on:
         for name in ("alpha", "targets", "dropout", "modules_to_save", "base_dtype", "load_in_4bit", "revision"):
             check.require(
                 getattr(lora, name) == getattr(defaults, name),
                 name,
-                "has no effect without adapters; set model.lora.rank, or model.lora.path to start from an adapter",
+                "has no effect without adapters; set model.lora.rank, model.adapter, or model.lora.path to start from "
+                "an adapter",
             )
         if ADAPTER in export_formats:
             raise ConfigError(
-                f"export.formats={written(list(export_formats))}: there is no adapter to export; set model.lora.rank, "
-                "or leave adapter out"
+                f"export.formats={written(list(export_formats))}: there is no adapter to export; set model.lora.rank "
+                "or model.adapter, or leave adapter out"
             )
         return
     check.at_least(1, "rank", "null trains the whole model")
@@ -205,10 +209,10 @@ def check_lora(lora: LoraConfig, export_formats: Sequence[str]) -> None:
         "revision",
         "chooses a version of a Hub adapter; set model.lora.path to its id",
     )
-    if ADAPTER in export_formats and "dense" in lora.modules_to_save:
+    if ADAPTER in export_formats and "dense" in model.adapters.modules_to_save:
         raise ConfigError(
-            "export.formats has adapter and model.lora.modules_to_save has dense: PEFT's adapter format cannot "
-            "hold the heads behind the pooling; leave one of them out (the merged model has them)"
+            f"export.formats has adapter and {model.adapters.section}.modules_to_save has dense: PEFT's adapter "
+            "format cannot hold the heads behind the pooling; leave one of them out (the merged model has them)"
         )
     check.require(
         not lora.load_in_4bit or importlib.util.find_spec("bitsandbytes") is not None,

@@ -115,7 +115,7 @@ class SimilarityOptions:
 class EncodeOptions(TextOptions, SimilarityOptions, PoolingOptions, KindOptions, ModelOptions):
     """A model that encodes texts, and everything that changes its vectors."""
 
-    adapter: str | None = option(None, is_input=True)  # a LoRA adapter in PEFT's format: directory or Hub id
+    adapter: str | None = option(None, is_input=True)  # an adapter in PEFT's format: directory or Hub id
     normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
 
 
@@ -213,7 +213,7 @@ class RerankerConfig:
     """
 
     path: str = option(is_input=True)  # model directory or Hub id
-    adapter: str | None = option(None, is_input=True)  # a LoRA adapter in PEFT's format: directory or Hub id
+    adapter: str | None = option(None, is_input=True)  # an adapter in PEFT's format: directory or Hub id
     revision: str | None = None  # a commit, tag or branch of its Hub repository
     max_length: int | None = option(None, **LENGTH)  # tokens of a pair; default: the reranker's
     query_prompt: str | None = None  # default: the reranker's

@@ -314,6 +314,11 @@ TRAINER = (
         "`model.lora.load_in_4bit=true` with `model.lora.rank=16`",
         also="qlora use_qlora load_in_8bit quantization quantize quantization_config",
     ),
+    Row(
+        "",
+        "`model.adapter={type: TYPE, r: 16}`, with a type of PEFT such as dora, rslora, ia3 or vera",
+        also="use_dora use_rslora dora rslora ia3 vera loha lokr oft boft peft peft_type adapter_type",
+    ),
 )
 
 # Of torchrun, accelerate and others: for all commands.

@@ -16,6 +16,7 @@ from embedtrain.config.kinds import load_kind
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.optim import OptimConfig
 from embedtrain.config.options import LENGTH, SEED, Effect, option
+from embedtrain.errors import ConfigError
 
 
 @dataclass(kw_only=True)
@@ -117,6 +118,8 @@ class CheckpointConfig:
 
 
 ALL_LINEAR = "all-linear"
+# Keys of `model.adapter` that mean the same for every type of adapter.
+_OF_EVERY_ADAPTER = ("type", "target_modules", "modules_to_save")
 ONNX, ONNX_FP16, ONNX_INT8, OPENVINO = "onnx", "onnx_fp16", "onnx_int8", "openvino"
 ADAPTER, LOGIT_SCORE = "adapter", "logit_score"
 EXPORT_FORMATS = ("sentence_transformers", ONNX, ONNX_FP16, ONNX_INT8, OPENVINO, ADAPTER, LOGIT_SCORE)
@@ -154,6 +157,48 @@ class LoraConfig:
     def on(self) -> bool:
         """Whether adapters are trained instead of the whole model."""
         return self.rank is not None or self.path is not None
+
+    @property
+    def section(self) -> str:
+        """The section of the recipe that asks for these adapters."""
+        return "model.lora"
+
+    @property
+    def targets_option(self) -> str:
+        """The option with the names of layers."""
+        return "model.lora.targets"
+
+    def peft_settings(self) -> tuple[str, dict[str, Any]]:
+        """PEFT's type of new adapters, and the settings of its configuration besides names of layers."""
+        alpha = None if self.rank is None else 2 * self.rank if self.alpha is None else self.alpha
+        return "lora", {"r": self.rank, "lora_alpha": alpha, "lora_dropout": self.dropout}
+
+
+@dataclass
+class PeftAdapters(LoraConfig):
+    """What `model.adapter` asks for: `settings` of PEFT's configuration of a type, without names of layers."""
+
+    type: str
+    settings: dict[str, Any]
+
+    @property
+    def on(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def section(self) -> str:
+        """The section of the recipe that asks for these adapters."""
+        return "model.adapter"
+
+    @property
+    def targets_option(self) -> str:
+        """The option with the names of layers."""
+        return "model.adapter.target_modules"
+
+    def peft_settings(self) -> tuple[str, dict[str, Any]]:
+        """The type, as the recipe names it, and the settings."""
+        return self.type, self.settings
 
 
 class Pooling(str, Enum):
@@ -300,12 +345,54 @@ class ModelConfig:
     # alone: the exported configuration is the original one. Default: those of the configuration.
     dropout: float | None = option(None, within=(0, 0.9), resume=Effect.changes_training)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    # Another adapter of PEFT instead of LoRA: a mapping of its type, such as dora, ia3 or vera, and settings of PEFT's
+    # configuration of this type, such as {type: dora, r: 16, target_modules: all-linear}.
+    adapter: Any = None
     query_prompt: str | None = None  # precedes every query; default: that of the directory, else none
     document_prompt: str | None = None  # precedes every document; default: that of the directory, else none
     revision: str | None = None  # a commit, tag or branch of the Hub repository
     # Run Python code of the model: only for authors that you trust. It is set, and the model named, on the command line
     # or in Python, never in a file.
     trust_remote_code: bool = code_option(False, "path", "revision", "config", "tokenizer", "tokenizer_revision")
+
+    @property
+    def adapters(self) -> LoraConfig:
+        """The adapters that are trained: those of `adapter`, or of `lora`, which may be off.
+
+        A ConfigError if `adapter` is no mapping with a type, or both are set.
+        """
+        if self.adapter is None:
+            return self.lora
+        _check_adapter(self.adapter, self.lora)
+        settings = {name: value for name, value in self.adapter.items() if name not in _OF_EVERY_ADAPTER}
+        return PeftAdapters(
+            type=self.adapter["type"],
+            settings=settings,
+            targets=self.adapter.get("target_modules") or ALL_LINEAR,
+            modules_to_save=self.adapter.get("modules_to_save") or [],
+            base_dtype=self.lora.base_dtype,
+            load_in_4bit=self.lora.load_in_4bit,
+        )
+
+
+def _check_adapter(adapter: Any, lora: LoraConfig) -> None:
+    example = "such as {type: dora, r: 16}"
+    if not isinstance(adapter, dict) or not isinstance(adapter.get("type"), str):
+        raise ConfigError(f"model.adapter={adapter}: must be a mapping with the type of the adapter, {example}")
+    default = LoraConfig()
+    for name in ("rank", "path", "alpha", "targets", "dropout", "modules_to_save"):
+        if getattr(lora, name) != getattr(default, name):
+            raise ConfigError(
+                f"model.lora.{name} and model.adapter are both set; keep model.adapter, whose settings are those of "
+                f"PEFT, {example}, or leave it out"
+            )
+    targets, modules = adapter.get("target_modules"), adapter.get("modules_to_save")
+    names = [targets] if isinstance(targets, str) else [] if targets is None else targets
+    for name, value in (("target_modules", names), ("modules_to_save", [] if modules is None else modules)):
+        if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+            raise ConfigError(f"model.adapter.{name}={value}: must be names of modules, such as [q_proj,v_proj]")
+    if ALL_LINEAR in names and len(names) > 1:
+        raise ConfigError(f"model.adapter.target_modules: {ALL_LINEAR} includes the others; leave them out")
 
 
 @dataclass(kw_only=True)
@@ -451,7 +538,7 @@ class ExportConfig:
 
     # sentence_transformers: always written, transformers opens it too, adapters are merged. onnx: an fp32 graph in the
     # same directory; onnx_fp16, onnx_int8: smaller files of it, and openvino: OpenVINO's, each besides onnx. adapter:
-    # the LoRA adapter alone, in a directory inside it, for PEFT. logit_score: a reranker that started from the score of
+    # the adapter alone, in a directory inside it, for PEFT. logit_score: a reranker that started from the score of
     # tokens as a causal language model again, in a directory inside it.
     formats: list[str] = option(factory=lambda: ["sentence_transformers"], in_result=True)
     dtype: ExportDtype = option(ExportDtype.source, in_result=True)

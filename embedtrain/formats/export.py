@@ -75,7 +75,7 @@ from embedtrain.formats.weights import (
     write_architecture,
     write_weights,
 )
-from embedtrain.models.adapters import PEFT_PREFIX, has_adapters
+from embedtrain.models.adapters import adapted_layer, has_adapters
 from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.stored_weights import stored_dtype
@@ -133,8 +133,9 @@ class ModelExport:
         if self.adapter is not None:
             layers = set[str]()
             if not self.adapter.source.kind.has_one_tower:
-                keys = [key for name, (_, key) in self.plan.locations.items() if name.startswith(ADAPTER_PREFIX)]
-                layers = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in keys}
+                stored = self.plan.locations.items()
+                keys = {name: key for name, (_, key) in stored if name.startswith(ADAPTER_PREFIX)}
+                layers = {adapted_layer(name, key) for name, key in keys.items()}
             copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER, layers)
         if self.tasks:
             write_task_adapters(self.unfinished, self.tasks)

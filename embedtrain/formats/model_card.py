@@ -16,6 +16,7 @@ from embedtrain.config.recipe import LOGIT_SCORE, ONNX
 from embedtrain.data.sources.parts import may_be_hub_id
 from embedtrain.formats.peft import TaskAdapter
 from embedtrain.formats.sentence_transformers import TASKS_FOLDER
+from embedtrain.models.adapters import describe_kind
 from embedtrain.report.changes import CONFIDENCE, Change, changes_since_start
 from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
 from embedtrain.tracking.pages import vector_lines, without_forms
@@ -271,7 +272,8 @@ def tasks_card(
     tasks = ", ".join(f'"{adapter.task}"' for adapter in adapters)
     first = adapters[0].task
     rows = [
-        f"| {a.task} | `{a.folder}` | {a.checkpoint.files.config.r} | {a.description} | "
+        f"| {a.task} | `{a.folder}` | {describe_kind(a.checkpoint.files.config)} | "
+        f"{getattr(a.checkpoint.files.config, 'r', '')} | {a.description} | "
         + " | ".join(_prompt_cell(a.prompts.get(role, "")) for role in ("query", "document"))
         + " |"
         for a in adapters
@@ -281,10 +283,10 @@ def tasks_card(
         f"# {title}",
         "",
         f"{description(kind, dimension, max_length)}: one base model"
-        f"{f', `{base}`,' if base else ''} and a LoRA adapter for each of {len(adapters)} tasks.",
+        f"{f', `{base}`,' if base else ''} and an adapter for each of {len(adapters)} tasks.",
         "",
-        "| task | folder | rank | trained by | prompt of queries | prompt of documents |",
-        "| --- | --- | ---: | --- | --- | --- |",
+        "| task | folder | type | rank | trained by | prompt of queries | prompt of documents |",
+        "| --- | --- | --- | ---: | --- | --- | --- |",
         *rows,
         "",
         "```python",

@@ -16,10 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
-import peft
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from safetensors.torch import save
@@ -40,22 +38,19 @@ from embedtrain.formats.sentence_transformers import SETTINGS, TASKS_FOLDER, loa
 from embedtrain.formats.source import open_model_source
 from embedtrain.formats.verify import ExportReference, export_tolerance, probes_of_sentence_transformer, require_match
 from embedtrain.formats.weights import ADAPTER_PREFIX, WeightRows, WeightStream, weights_digest
+from embedtrain.models.adapter_types import PATTERN_MAPPINGS, PATTERN_SETTINGS, REFUSED, TYPES, stored_config
 from embedtrain.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CLASSIFIER,
     PEFT_PREFIX,
     AdapterInfo,
-    Delta,
-    adapter_deltas,
-    adapter_scales,
+    Merger,
     adapter_settings,
     add_adapters,
     base_name,
     four_bit_layers,
     initial_adapters,
-    is_lora_a,
-    lora_b_name,
     peft_key,
     quantization_round_trip,
 )
@@ -66,7 +61,6 @@ from embedtrain.models.own_class import HEAD
 from embedtrain.models.stored_weights import read_tensor, stored_dtype
 from embedtrain.models.types import HeadAdapter, ModelSource
 from embedtrain.utils.files import remove_tree, write_json
-from embedtrain.utils.formatting import one_line
 
 # Key of the digest of the base weights in a run's identity; its value is null without adapters.
 BASE_WEIGHTS = "weights of model.path"
@@ -77,48 +71,6 @@ _MAX_REPETITIONS = 6
 _MAX_PATTERNS = 1000  # in one setting; PEFT compiles all of them again for every layer
 _POOLER = PEFT_PREFIX + "pooler."  # unused
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-# The supported keys of a configuration.
-_SUPPORTED = (
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "exclude_modules",
-    "use_rslora",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "task_type",
-)
-# Kinds of adapters that compute something other than W + scale x B A, and the values that switch them off.
-_UNSUPPORTED = {
-    "use_dora": False,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "lora_bias": False,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "trainable_token_indices": None,
-    "target_parameters": None,
-    "layer_replication": None,
-    "alora_invocation_tokens": None,
-    "arrow_config": None,
-    "kasa_config": None,
-    "monteclora_config": None,
-    "megatron_config": None,
-    "ensure_weight_tying": False,
-}
-# Keys that say where an adapter comes from or how it was trained; those of initial values count only with theirs.
-_INFORMATIVE = (
-    *("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
-    *("modules_to_save", "init_lora_weights", "runtime_config", "megatron_core", "qalora_group_size"),
-    *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "velora_config"),
-)
-KNOWN_KEYS = frozenset((*_SUPPORTED, *_UNSUPPORTED, *_INFORMATIVE))
-# Initial values that change only the adapter. All others, such as pissa, olora, corda, loftq and lora_ga, change the
-# weights of the base model as well, which the adapter's files do not hold.
-_OWN_INITIAL_VALUES = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 
 @dataclass(frozen=True)
@@ -126,7 +78,7 @@ class AdapterFiles:
     """A directory written by PEFT."""
 
     directory: Path
-    config: peft.LoraConfig  # the supported part
+    config: PeftConfig  # the supported part
     base_model: str  # name of the model it was trained on
     modules_to_save: tuple[str, ...]  # stored in full
     revision: str | None = None  # commit of the base model's Hub repository, if recorded
@@ -186,7 +138,7 @@ class AdapterFiles:
             return list(file.keys())
 
     def of_head(self, name: str) -> HeadAdapter | None:
-        """The adapter of a linear layer beside the backbone, `name` in the class; None if its files have none."""
+        """The LoRA of a linear layer beside the backbone, `name` in the class; None if its files have none."""
         pairs = [key for key in self.keys() if key.endswith(f".{name}{_A}")]
         if not pairs:
             return None
@@ -243,33 +195,18 @@ def read_settings(directory: Path) -> AdapterFiles:
     """Read a directory's adapter_config.json; a ModelError if it is missing or the adapter is not supported."""
     path = directory / ADAPTER_CONFIG
     settings: dict[str, Any] = read_json(path)
-    kind = settings.get("peft_type")
-    if kind != "LORA":
-        raise ModelError(f"{path}: peft_type={kind}; only LORA is supported")
-    for name, default in _UNSUPPORTED.items():
-        if settings.get(name) not in (default, None, {}, []):
-            raise ModelError(f"{path}: {name}={settings[name]!r} is not plain LoRA, which is all that is supported")
-    initial = settings.get("init_lora_weights", True)
-    if initial not in _OWN_INITIAL_VALUES:
-        raise ModelError(
-            f"{path}: init_lora_weights={initial} changes the weights of the base model, which the "
-            "adapter does not hold: convert it with PEFT's option path_initial_model_for_weight_conversion of "
-            "save_pretrained"
-        )
-    for name in sorted(settings.keys() - KNOWN_KEYS):
-        if settings[name] not in (None, False, {}, []):
-            raise ModelError(
-                f"{path}: {name}={settings[name]!r:.80} is not known, and may change what the adapter "
-                f"computes (it was written by PEFT {settings.get('peft_version', 'of unknown version')}, this is "
-                f"{peft.__version__}): save it as plain LoRA"
-            )
-    if not isinstance(settings.get("r"), int) or not settings.get("target_modules"):
+    name = str(settings.get("peft_type"))
+    kind = name.lower()
+    if kind not in TYPES:
+        reason = REFUSED.get(kind, "is not known")
+        raise ModelError(f"{path}: peft_type={name}: {reason}; only {', '.join(TYPES).upper()} are supported")
+    if not settings.get("target_modules") or (kind == "lora" and not isinstance(settings.get("r"), int)):
         raise ModelError(f"{path} must define the rank (r) and the layers (target_modules)")
     _check_patterns(path, settings)
     try:
-        config = peft.LoraConfig(**{name: settings[name] for name in _SUPPORTED if name in settings})
-    except Exception as error:  # PEFT raises nearly anything for invalid values
-        raise ModelError(f"{path}: {one_line(error)}") from None
+        config = stored_config(kind, settings)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
     modules = settings.get("modules_to_save") or ()
     base_model, revision = (settings.get(name) for name in ("base_model_name_or_path", "revision"))
     return AdapterFiles(
@@ -279,9 +216,8 @@ def read_settings(directory: Path) -> AdapterFiles:
 
 def _check_patterns(path: Path, settings: Mapping[str, Any]) -> None:
     """Reject regular expressions that may take unbounded time; PEFT matches them with the name of every layer."""
-    names = ("target_modules", "exclude_modules", "layers_pattern")
-    patterns = [(name, settings[name]) for name in names if isinstance(settings.get(name), str)]
-    for name in ("layers_pattern", "rank_pattern", "alpha_pattern"):
+    patterns = [(name, settings[name]) for name in PATTERN_SETTINGS if isinstance(settings.get(name), str)]
+    for name in ("layers_pattern", *PATTERN_MAPPINGS):
         if isinstance(settings.get(name), list | dict):
             if len(settings[name]) > _MAX_PATTERNS:
                 raise ModelError(
@@ -308,22 +244,15 @@ def require_same_base(checkpoint: Checkpoint, base: ModelSource) -> None:
 
 
 def live_merged_weights(encoder: Encoder) -> WeightStream:
-    """Merged weights of a sharded encoder with adapters. A collective: every rank needs all of each matrix A."""
+    """Merged weights of a sharded encoder with adapters. A collective: every rank needs all of the adapters."""
     state = cast("dict[str, Tensor]", get_model_state_dict(encoder))
     quantized = dict(four_bit_layers(encoder))
-    # Quantized layers are not sharded: one rank merges them, with all of B.
-    quantized_b = {lora_b_name(name) for name in quantized}
     unsharded = {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
         for name, tensor in state.items()
-        if is_lora_a(name) or name in quantized_b
+        if base_name(name) is None
     }
     position, shards = shard_position(state), local_shards(state)
-    deltas = adapter_deltas(
-        {name: unsharded.get(name, shard.rows) for name, shard in shards.items()},
-        adapter_scales(encoder),
-        {name: shard.first_row for name, shard in shards.items() if name not in unsharded},
-    )
     dequantized = (
         (name, 0, layer.dequantized())
         for name, layer in quantized.items()
@@ -332,20 +261,20 @@ def live_merged_weights(encoder: Encoder) -> WeightStream:
     specs = {name: shard.spec for name, shard in shards.items()}
     specs |= {n: TensorSpec(torch.float32, (layer.out_features, layer.in_features)) for n, layer in quantized.items()}
     rows = itertools.chain(rows_to_write(shards, position), dequantized)
-    return _merge(specs, rows, deltas, _adapter_weights(encoder))
+    return _merge(specs, rows, Merger(encoder, unsharded), _adapter_weights(encoder))
 
 
 def _merge(
     specs: Mapping[str, TensorSpec],
     weights: Iterable[WeightRows],
-    deltas: Mapping[str, Delta],
+    merger: Merger,
     adapter_weights: Collection[str],
 ) -> WeightStream:
     def rows() -> Iterator[WeightRows]:
         for name, first, values in weights:
             base = base_name(name)
             if base is not None:
-                yield base, first, deltas[base].merged_rows(values, first) if base in deltas else values
+                yield base, first, merger.rows(base, values, first)
             if name in adapter_weights:
                 yield ADAPTER_PREFIX + name, first, values
 
@@ -379,7 +308,7 @@ def copy_adapter_config(directory: Path, target: Path, layers: Collection[str] =
     _write_adapter_config(target, files.config, files.base_model or None, files.revision)
 
 
-def _write_adapter_config(directory: Path, config: PeftLoraConfig, base: str | None, revision: str | None) -> None:
+def _write_adapter_config(directory: Path, config: PeftConfig, base: str | None, revision: str | None) -> None:
     directory.mkdir(parents=True)
     settings = adapter_settings(config) | {
         "base_model_name_or_path": base,
@@ -427,11 +356,10 @@ def _merge_trained(
     trained: Mapping[str, Tensor],
 ) -> WeightStream:
     """The weights of a base model, with the trained ones merged or in their place; `encoder` has the adapters."""
-    deltas = adapter_deltas(trained, adapter_scales(encoder))
     base = ((name, 0, tensor) for name, tensor in base_weights if name not in trained)
     all_specs = dict(specs) | {name: TensorSpec.of(tensor) for name, tensor in trained.items()}
     weights = itertools.chain(base, ((name, 0, tensor) for name, tensor in trained.items()))
-    return _merge(all_specs, weights, deltas, _adapter_weights(encoder))
+    return _merge(all_specs, weights, Merger(encoder, trained), _adapter_weights(encoder))
 
 
 def merged_adapter(base: ModelSource, lora: LoraConfig, files: AdapterFiles) -> WeightStream:
@@ -441,7 +369,7 @@ def merged_adapter(base: ModelSource, lora: LoraConfig, files: AdapterFiles) -> 
     """
     encoder = build_encoder(base)
     specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
-    trained = initial_adapters(encoder, add_adapters(encoder, lora, files, torch.float32), seed=0)
+    trained = dict(initial_adapters(encoder, add_adapters(encoder, lora, files, torch.float32), seed=0))
     return _merge_trained(encoder, specs, _stored_weights(base, specs, 0), trained)
 
 

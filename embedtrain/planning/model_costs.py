@@ -752,11 +752,12 @@ def build_meta_encoder(recipe: Recipe) -> MetaEncoder:
     settings = model.config if isinstance(model.config, dict) else {}
     if model.config is not None and model.tokenizer is None and "vocab_size" not in settings:
         source.config.get_text_config().vocab_size = model.vocab_size  # of the tokenizer that is trained on the data
-    files = open_adapter(model.lora)
+    adapters = model.adapters
+    files = open_adapter(adapters)
     encoder = build_encoder(source, model.dropout)
-    if model.lora.on:
-        frozen = frozen_dtype(model.lora.base_dtype, recipe.parallel.precision, _stored_dtype(source))
-        add_adapters(encoder, model.lora, files, frozen)
+    if adapters.on:
+        frozen = frozen_dtype(adapters.base_dtype, recipe.parallel.precision, _stored_dtype(source))
+        add_adapters(encoder, adapters, files, frozen)
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
     length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
     length = source.kind.longest_item(source, min(length, source.kind.max_document_length(source) or length))

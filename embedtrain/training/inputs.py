@@ -51,6 +51,7 @@ from embedtrain.formats.source import open_model_source
 from embedtrain.formats.weights import weights_digest
 from embedtrain.inference.index import require_poolable
 from embedtrain.losses.build import exit_layers, load_loss_class, require_dimensions
+from embedtrain.models.adapters import add_adapters, check_settings
 from embedtrain.models.blocks import ExitPath, exit_path
 from embedtrain.models.build import build_encoder
 from embedtrain.models.rope import set_rope_theta
@@ -88,6 +89,8 @@ def check_local_inputs(recipe: Recipe) -> None:
     `checkpoint.best_metric` of none of them.
     """
     model = recipe.model
+    if model.adapters.on and model.adapters.path is None:
+        check_settings(model.adapters)
 
     def check_id(part: Any) -> Any:
         if part.path is not None and not expand_user(part.path).is_dir():
@@ -127,6 +130,13 @@ def check_dimensions(recipe: Recipe, source: ModelSource) -> None:
         require_graph(source)
     for loss in (recipe.loss, *(source_loss(train_source, recipe.loss) for train_source in recipe.data.train)):
         require_dimensions(loss, source.dimension)
+
+
+def check_new_adapters(recipe: Recipe, source: ModelSource) -> None:
+    """Raise ConfigError for new adapters that cannot be added to the model."""
+    adapters = recipe.model.adapters
+    if adapters.on and adapters.path is None:
+        add_adapters(build_encoder(source), adapters, None, torch.float32)
 
 
 def check_layers(recipe: Recipe, source: ModelSource) -> ExitPath | None:
@@ -237,6 +247,7 @@ def read_inputs(run: Run) -> RunInputs:
         source = open_model_source(described)
         run.console.warn(*untrained_prompt_warnings(recipe.data.train, source.prompts))
         check_dimensions(recipe, source)
+        check_new_adapters(recipe, source)
         path = check_layers(recipe, source)
     directory = writable_cache_directory(recipe.data.cache_dir, run.run_dir.cache, world, run.console.note)
     with world.fail_together("reading training data"), run.console.progress() as progress:
@@ -265,7 +276,7 @@ def read_inputs(run: Run) -> RunInputs:
     with world.fail_together("opening the model"):
         if described is not recipe.model:
             source = open_model_source(recipe.model)
-        base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
+        base_digest = weights_digest(source) if world.is_main and recipe.model.adapters.on else None
         opened = source
         source, losses = with_similarity(recipe.model, opened, losses)
         if recipe.evaluation.sets and not source.kind.scores_pairs:

@@ -28,6 +28,7 @@ from embedtrain.checkpoint.snapshot import SCALES, SIGNED, UNSIGNED, decode_mome
 from embedtrain.config.optim import MuonDtype, OptimConfig, OptimizerName, ParameterGroup, StateDtype, block_size
 from embedtrain.distributed.collectives import exchange_rows
 from embedtrain.errors import ConfigError
+from embedtrain.models.adapters import base_name
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.encoder import TowerEncoder
 from embedtrain.models.sparse_head import QUERY_WEIGHTS, QUERY_WEIGHTS_LR
@@ -163,7 +164,7 @@ def _matrices_of_blocks(encoder: nn.Module) -> dict[str, OptimizerName]:
     return {
         name: OptimizerName.muon
         for name, parameter in encoder.named_parameters()
-        if id(parameter) in of_blocks and parameter.dim() == 2 and not re.search("embed|lora_", name)
+        if id(parameter) in of_blocks and parameter.dim() == 2 and "embed" not in name and base_name(name) is not None
     }
 
 

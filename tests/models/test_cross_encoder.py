@@ -191,7 +191,7 @@ def test_peft_reads_adapters_with_the_head_and_ours_read_those_of_peft(case, mod
         files = open_adapter(LoraConfig(path=str(directory)))
         assert files is not None
         assert files.has_head
-        read = initial_adapters(again, add_adapters(again, LoraConfig(), files, torch.float32), seed=0)
+        read = dict(initial_adapters(again, add_adapters(again, LoraConfig(), files, torch.float32), seed=0))
         again.load_state_dict(read, strict=False)
         expected = model.eval()(input_ids=chunk.ids, attention_mask=chunk.mask, **types).logits
         torch.testing.assert_close(again(chunk)[0], expected, rtol=1e-4, atol=1e-5)

@@ -167,9 +167,10 @@ def run(options: ExportOptions) -> Path:
     if options.adapters:
         config.formats = ["sentence_transformers"]
     check_export(config)
-    if ADAPTER in config.formats and not run.recipe.model.lora.on:
+    if ADAPTER in config.formats and not run.recipe.model.adapters.on:
         raise ConfigError(
-            f"formats={written(config.formats)}: the run has no adapters (model.lora.rank); leave {ADAPTER} out"
+            f"formats={written(config.formats)}: the run has no adapters (model.lora.rank, model.adapter); leave "
+            f"{ADAPTER} out"
         )
     if options.sets and ONNX not in config.formats:
         raise ConfigError(f"formats={written(config.formats)}: sets are for its graphs; add onnx, or leave sets out")

@@ -62,7 +62,7 @@ from embedtrain.inference.loading.load import model_tokenizer
 from embedtrain.inference.pair_scorer import PairScorer
 from embedtrain.inference.quantised import write_trained_ranges
 from embedtrain.losses.quantisation import ranges_dimension
-from embedtrain.models.adapters import without_adapters
+from embedtrain.models.adapters import describe_kind, shares_state, without_adapters
 from embedtrain.models.build import full_state_dict
 from embedtrain.models.security import require_no_links
 from embedtrain.models.types import ModelSource
@@ -245,7 +245,7 @@ def _open_adapters(
 ) -> tuple[AdapterCheckpoint, AdapterBase] | tuple[None, None]:
     """The trained adapters, and what an export of them alone depends on; None without adapters."""
     recipe, directory = run.recipe, run.run_dir.adapter
-    if not recipe.model.lora.on:
+    if not recipe.model.adapters.on:
         return None, None
     adapters = AdapterCheckpoint.open(directory, recipe.model, recipe.seed, source, reader)
     require_same_base(run.checkpoint, adapters.base)
@@ -338,6 +338,11 @@ def _open_adapter(task: _Task, stack: ExitStack, tolerance: float | None, consol
     require_same_base(run.checkpoint, checkpoint.base)
     if any(name.startswith(f"{ENCODER}dense.") for name in reader.specs):
         raise ConfigError(f"{task} trained heads after the pooling, which PEFT cannot store: export it alone")
+    config = checkpoint.files.config
+    if shares_state(config):
+        raise ConfigError(
+            f"{task} trained {describe_kind(config)}, which transformers cannot load beside others: export it alone"
+        )
     reference: ExportReference | None = None
     if tolerance is not None:
         with console.phase(f"encoding probe texts with the adapter {task.name}"):
@@ -370,8 +375,8 @@ def _require_same_modules(adapters: Sequence[TaskAdapter], tasks: Sequence[_Task
 def _open_task(name: str, run: ExportedRun, rope_theta: float | None, *, trust_remote_code: bool) -> _Task:
     recipe = run.recipe
     shown = f"adapters.{name}={run.run_dir.path}"
-    if not recipe.model.lora.on:
-        raise ConfigError(f"{shown}: the run has no adapter (model.lora.rank); name runs that train one")
+    if not recipe.model.adapters.on:
+        raise ConfigError(f"{shown}: the run has no adapter (model.lora.rank, model.adapter); name runs that train one")
     if recipe.model.lora.load_in_4bit:
         raise ConfigError(
             f"{shown}: its base model was quantized (model.lora.load_in_4bit), which the directory cannot store; "

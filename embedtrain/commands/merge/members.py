@@ -322,7 +322,7 @@ def _open_checkpoint(run: Path, path: Path, options: MergeOptions) -> Member:
     checkpoint = open_checkpoint(path)
     origin = RunCheckpoint(checkpoint, checkpoint.weights_kind(options.weights_of), run_dir.architecture, recipe.export)
     reader = checkpoint.tensors(origin.weights)
-    if recipe.model.lora.on:
+    if recipe.model.adapters.on:
         own = replace(recipe.model, trust_remote_code=False)  # the recipe does not make its base model's code trusted
         adapters = AdapterCheckpoint.open(run_dir.adapter, own, recipe.seed, source, reader)
         require_same_base(checkpoint, adapters.base)

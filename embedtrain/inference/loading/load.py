@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -42,6 +43,8 @@ from embedtrain.models.adapters import (
     AdapterInfo,
     add_adapters,
     base_name,
+    cast_projections,
+    copy_base_values,
     describe_adapters,
     four_bit_layers,
     frozen_dtype,
@@ -133,14 +136,14 @@ def load_model(
     parallel = replace(parallel, precision=resolve_precision(parallel.precision, world))
     machines, free, capability = _limits_of_every_rank(world)
     with world.fail_together("opening the model"):
-        source = _open_verified(model, source, world, read_weights=read_weights or model.lora.on)
+        source = _open_verified(model, source, world, read_weights=read_weights or model.adapters.on)
         bound = _bound_tokenizer(source, tokenizer, model)
         encoder = build_encoder(source, None if work is None else model.dropout)
         blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
         locations = locate_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
         packing = prepare_packing(encoder, model.attention, parallel, capability)
         packed = packing.padding_reason is None
-        adapted = _add_adapters(encoder, model.lora, parallel, source)
+        adapted = _add_adapters(encoder, model.adapters, parallel, source)
         if parallel.fp8 and work is not None:
             notes.append(use_fp8(encoder, blocks, emulate=world.device.type == "cpu"))  # which training refuses
     compiles = work is not None and bool(blocks) and compiles_blocks(parallel, world.device)
@@ -161,6 +164,10 @@ def load_model(
         notes.append(_read_weights(encoder, source, locations, world, seed))
     if read_weights and adapted is not None:
         notes += _initialize_adapters(encoder, adapted, model, world, seed)
+    elif adapted is not None:  # BOFT solves an equation, which fails for what happens to be in memory
+        for name, parameter in encoder.named_parameters():
+            if base_name(name) is None:
+                parameter.detach().zero_()
     warm_up(encoder, Chunk.of_one_token(world.device))
     if read_weights:  # otherwise trained weights are uninitialized memory until the checkpoint is loaded
         _check_weights(encoder, model, source, world)
@@ -250,14 +257,16 @@ def _bound_tokenizer(source: ModelSource, trained: PreTrainedTokenizerBase | Non
 
 
 def _add_adapters(
-    encoder: Encoder, lora: LoraConfig, parallel: ParallelConfig, source: ModelSource
+    encoder: Encoder, adapters: LoraConfig, parallel: ParallelConfig, source: ModelSource
 ) -> AdapterInfo | None:
     """Add the adapters that the recipe trains; None if it trains the model itself."""
-    files = open_adapter(lora)
-    if not lora.on:
+    files = open_adapter(adapters)
+    if not adapters.on:
         return None
-    frozen = frozen_dtype(lora.base_dtype, parallel.precision, stored_dtype(source))
-    return add_adapters(encoder, lora, files, frozen)
+    frozen = frozen_dtype(adapters.base_dtype, parallel.precision, stored_dtype(source))
+    adapted = add_adapters(encoder, adapters, files, frozen)
+    cast_projections(encoder, torch.bfloat16 if parallel.precision is Precision.bf16 else torch.float32)
+    return adapted
 
 
 def _choose_layout(
@@ -402,11 +411,11 @@ def _initialize_adapters(
 ) -> list[str]:
     """Set the initial weights of adapters: every rank draws or reads all of them and keeps its rows."""
     with world.fail_together("reading the adapter"):
-        weights = initial_adapters(encoder, adapted, seed)
         state = encoder.state_dict()
         with torch.no_grad():
-            for name, weight in weights.items():
+            for name, weight in initial_adapters(encoder, adapted, seed):
                 copy_local_rows(state[name], weight)
+            copy_base_values(state, adapted, lambda t: t.to_local() if isinstance(t, DTensor) else t)
     if adapted.files is None:
         return []
     base = model.path if model.path is not None else "model.config"

@@ -72,7 +72,7 @@ def check_dense(model: DenseOptions) -> None:
     if model.pooling is not None and model.pooling not in POOLINGS:
         if not is_code_path(model.pooling):
             raise ConfigError(explain_no_name("model.pooling", model.pooling, POOLINGS))
-        if model.lora.on:
+        if model.adapters.on:
             raise ConfigError(
                 f"model.pooling={model.pooling}: adapters are stored without its weights; leave model.lora out"
             )

@@ -113,7 +113,7 @@ def _require_static_options(model: DenseOptions) -> None:
             "tokens' rows; leave "
             "it out"
         )
-    if model.lora.on:
+    if model.adapters.on:
         raise ConfigError("model.lora: adapters are not for a table of static embeddings; leave it out")
     for name in ("bidirectional", "append_eos", "include_prompt", "rope_scaling"):
         if (value := getattr(model, name)) is not None and not (name == "include_prompt" and value):

@@ -92,9 +92,11 @@ def check_adapter_alone(model: ImageTextOptions, export: ExportConfig) -> None:
     """Raise a ConfigError for adapters that are not all that is trained, in a file of their own."""
     if ADAPTER not in export.formats:
         return
-    for name, value in (("text.path", model.text.path), ("lora.modules_to_save", model.lora.modules_to_save or None)):
+    adapters = model.adapters
+    trained = (f"{adapters.section}.modules_to_save", adapters.modules_to_save or None)
+    for name, value in (("model.text.path", model.text.path), trained):
         if value is not None:
             raise ConfigError(
-                f"model.{name}={written(value)}: PEFT's adapter format cannot hold what is trained beside "
+                f"{name}={written(value)}: PEFT's adapter format cannot hold what is trained beside "
                 f"adapters; leave {ADAPTER} out of export.formats (the merged model has it)"
             )

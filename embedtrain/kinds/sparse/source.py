@@ -102,7 +102,7 @@ def _static_queries(stored: StaticQueries | None, directory: Path | None, model:
                     "model.queries=static, or leave it out"
                 )
         return None
-    if model.lora.on:
+    if model.adapters.on:
         raise ConfigError("model.lora: adapters are not for static queries; leave it out")
     path = None if stored is None else stored.path
     if model.query_weights is not None:

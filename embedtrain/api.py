@@ -76,6 +76,7 @@ _EVALUATE, _MINE, _EXPORT = COMMANDS["evaluate"], COMMANDS["mine"], COMMANDS["ex
 _SYNTHESIZE, _FILTER, _SPLIT = COMMANDS["synthesize"], COMMANDS["filter"], COMMANDS["split"]
 _SEARCH, _PLAN = COMMANDS["search"], COMMANDS["plan"]
 StrPath = str | PathLike[str]
+_LAST_LOSSES = 10  # logged steps, over which the last loss of a run is averaged
 
 
 @dataclass(kw_only=True)
@@ -110,6 +111,7 @@ class TrainResult:
         step: whose weights were exported: the last, or the best by `checkpoint.best_metric`.
         has_trained: False if the run had finished before this call, which made the evaluation and the export.
         metrics: of these weights: set -> metric -> value; empty if nothing was evaluated at this step.
+        metrics_before: those before the first step; empty with `evaluation.at_start=false`.
     """
 
     output_dir: Path
@@ -123,6 +125,18 @@ class TrainResult:
         """The rows of metrics.jsonl: those with `loss` of training steps, those with `set` of evaluations."""
         return read_metrics(self.output_dir / METRICS_FILE)
 
+    @cached_property
+    def metrics_before(self) -> Metrics:
+        """The metrics before the first step: set -> metric -> value."""
+        start = {row["set"]: row for row in self.history if row.get("set") is not None and row["step"] == 0}
+        return Metrics(
+            {
+                name: {metric: start[name][metric] for metric in metrics if metric in start[name]}
+                for name, metrics in self.metrics.items()
+                if name in start
+            }
+        )
+
     def __repr__(self) -> str:
         """The directories, the step, and the first metric of each set."""
         first = {name: dict(list(values.items())[:1]) for name, values in self.metrics.items()}
@@ -130,12 +144,14 @@ class TrainResult:
 
     def _repr_html_(self) -> str:
         losses = [row["loss"] for row in self.history if row.get("loss") is not None]
+        last = losses[-_LAST_LOSSES:]
+        before = Metrics({f"{name}, before training": metrics for name, metrics in self.metrics_before.items()})
         facts = [
             ("model", self.model_dir),
             ("step", f"{self.step:,}{'' if self.has_trained else ', trained by an earlier call'}"),
-            *([("loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last")] if losses else []),
+            *([("loss", f"{losses[0]:.4f} at first, {sum(last) / len(last):.4f} at last")] if losses else []),
         ]
-        return html_table([], facts) + self.metrics._repr_html_()
+        return html_table([], facts) + Metrics({**before, **self.metrics})._repr_html_()
 
 
 @dataclass(frozen=True)
@@ -183,6 +199,14 @@ class SplitResult(_Rows):
     def dev(self) -> Path:
         """The held-out queries as an evaluation set: `train(evaluation=split.dev)`."""
         return self.files[0].parent / "dev"
+
+    def __repr__(self) -> str:
+        """The files, the evaluation set and the counts."""
+        files = [str(file) for file in self.files]
+        return f"SplitResult(files={files}, dev={str(self.dev)!r}, summary={self.summary})"
+
+    def _repr_html_(self) -> str:
+        return html_table([], [("dev", self.dev)]) + super()._repr_html_()
 
 
 @dataclass(frozen=True)
@@ -276,11 +300,12 @@ def train(
 
     A run that has finished is not trained again. An option that changes training is then an error.
 
-        trained = train("minilm", data=rows, train={"steps": 100}, output_dir="runs/first")
-        trained.model_dir, trained.metrics
+        short = {"train.steps": 100, "optim.warmup": 0.05}
+        trained = train("minilm", model="minilm", data=rows, evaluation=dev, options=short, output_dir="runs/first")
+        trained.model_dir, trained.metrics_before, trained.metrics
 
     Args:
-        recipe: a name from `recipes/`, or from `config_dir`/recipe.
+        recipe: a name from `recipes/`, or from `config_dir`/recipe. Its values replace the defaults below.
         data: training rows: a path, a list of rows (mappings), a DataFrame of pandas or polars, a `datasets.Dataset` or
             DatasetDict, a mapping of columns, a mapping with `path` or `rows` and options of a source; or a list of
             these. A mapping of other options is the group `data`.
@@ -295,7 +320,7 @@ def train(
         quiet: print nothing on standard output.
 
     Returns:
-        TrainResult, with `output_dir`, `model_dir`, `step`, `has_trained`, `metrics` and `history`.
+        TrainResult, with `output_dir`, `model_dir`, `step`, `has_trained`, `metrics`, `metrics_before` and `history`.
 
     Raises:
         EmbedtrainError: an option, the data or the model cannot be used, with the message of the command.
@@ -749,7 +774,11 @@ def _facts(summary: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, Mapping):
             yield from _facts(value, f"{prefix}{name}.")
         elif isinstance(value, list):
-            yield f"{prefix}{name}", format_count(len(value), "entry", "entries")
+            numbers = all(isinstance(each, int) for each in value)
+            yield (
+                f"{prefix}{name}",
+                ", ".join(map(_number, value)) if numbers else format_count(len(value), "entry", "entries"),
+            )
         elif value is not None:
             yield f"{prefix}{name}", _number(value) if isinstance(value, int | float) else str(value)
 

@@ -37,7 +37,7 @@ from sentence_transformers import SentenceTransformer
 import embedtrain.commands.evaluate
 import embedtrain.commands.mine
 from embedtrain import evaluate, export, filter, load_encoder, mine, plan, search, split, train
-from embedtrain.api import EncoderOptions, Metrics, MineResult, TrainResult, _group
+from embedtrain.api import EncoderOptions, Metrics, MineResult, SplitResult, TrainResult, _group
 from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
 from embedtrain.config.commands import COMMANDS
 from embedtrain.config.recipe import DataConfig, Recipe
@@ -257,13 +257,20 @@ def test_results_are_tables_in_a_notebook(tmp_path):
     assert metrics == {"<dev>": {"ndcg@10": 0.5, "queries": 1200}, "other": {"accuracy": 0.25}}
     assert metrics._repr_html_().count("<table>") == 2  # of different metrics
     assert "<td>&lt;dev&gt;</td><td>0.5000</td><td>1,200</td>" in metrics._repr_html_()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1.5}\n')
+    losses = '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1.5}\n'
+    start = '{"step": 0, "set": "other", "accuracy": 0.125, "model": "m"}\n'
+    (tmp_path / "metrics.jsonl").write_text(start + losses)
     result = TrainResult(tmp_path, tmp_path / "<i>", 2, True, metrics)
-    assert "<i>" not in result._repr_html_() and "2.5000 at first, 1.5000 at last" in result._repr_html_()
+    assert "<i>" not in result._repr_html_() and "2.5000 at first, 2.0000 at last" in result._repr_html_()
+    assert result.metrics_before == {"other": {"accuracy": 0.125}}
+    assert "<td>other, before training</td><td>0.1250</td>" in result._repr_html_()
     assert repr(result).endswith("step=2, metrics={'<dev>': {'ndcg@10': 0.5}, 'other': {'accuracy': 0.25}})")
-    mined = MineResult([tmp_path / "a.jsonl"], {"sources": {"a": {"rows": 1234}}, "suspicious": [1, 2]})
+    mined = MineResult([tmp_path / "a.jsonl"], {"sources": {"a": {"rows": 1234}}, "suspicious": [{}, {}]})
     assert "<td>sources.a.rows</td><td>1,234</td>" in mined._repr_html_() and "2 entries" in mined._repr_html_()
     assert repr(mined).endswith("a.jsonl'], summary={'sources': ..., 'suspicious': ...})")
+    split_rows = SplitResult([tmp_path / "train.jsonl"], {"train_rows": [1800], "dev_queries": 200})
+    assert "<td>train_rows</td><td>1,800</td>" in split_rows._repr_html_() and "/dev</td>" in split_rows._repr_html_()
+    assert f"dev='{tmp_path}/dev', summary={{'train_rows': [1800]" in repr(split_rows)
 
 
 def test_encoders_take_texts_alone_and_until_they_are_closed(model):

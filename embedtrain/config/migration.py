@@ -339,7 +339,7 @@ LAUNCHERS = (
     Row(
         "",
         "settings of a job are options of `embedtrain submit`: `slurm.partition`, `slurm.time`, `slurm.nodes`, "
-        "`slurm.gpus_per_node`",
+        "`slurm.gpus_per_node`; `plan` counts the GPUs of all nodes: `gpus=16`",
         also="partition account qos time time_limit walltime gpus_per_node cpus_per_task ntasks_per_node nodes",
     ),
 )
@@ -617,6 +617,8 @@ LOSS_ARGUMENTS = (
     Row("guide", "`loss.guide`", same, also="guide_model"),
     Row("triplet_margin", "`loss.margin`", same),
     Row("matryoshka_dims", "`loss.matryoshka.dims`", integers, also="dims matryoshka matryoshka_dimensions"),
+    Row("matryoshka_weights", "`loss.matryoshka.dim_weights`", same, also="dim_weights"),
+    Row("n_dims_per_step", "`loss.matryoshka.dims_per_step`", same, also="dims_per_step"),
     Row("distance_metric", "`loss.distance`", one_of(_DISTANCES)),
 )
 

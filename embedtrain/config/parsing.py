@@ -178,8 +178,10 @@ def explain_composition(error: Exception, values: Mapping[str, str], kind: type)
         if not is_choice and is_assignment and (mistake := misplaced_option(option, kind, value)):
             return mistake
     message = explain_hydra_error(error, values)
-    match = re.match(r"unknown option (loss\.\w+)", message)
-    if match and match[1] not in values:
+    match = re.match(r"unknown option (loss(?:\.\w+)+)", message)
+    if match and not any(option in (match[1], match[1].rpartition(".")[0]) for option in values):
+        if ": write " in message or match[1].count(".") > 1:
+            return f"the recipe has an {message}"
         return (
             f"the recipe sets {match[1]}, which the chosen loss does not have (a recipe chooses its loss with "
             f"`defaults: [override /loss: NAME]`): {message}; remove it from the recipe"

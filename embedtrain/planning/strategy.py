@@ -275,7 +275,8 @@ def _reason(
         return f"fits on every rank: {memory}"
     rival = min(sharded, key=lambda candidate: candidate.traffic.seconds)
     comparison = f"an estimated {_duration(best_seconds)} per step, {rival.name} {_duration(rival.traffic.seconds)}"
-    return f"fits on every rank: {memory}; {comparison}"
+    simpler = ", but ddp is simpler" if rival.traffic.seconds < best_seconds else ""
+    return f"fits on every rank: {memory}; {comparison}{simpler}"
 
 
 def _advice(

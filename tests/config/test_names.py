@@ -178,6 +178,20 @@ def test_nor_in_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("scale: 20", "the recipe has an unknown option loss.scale: write loss.temperature, which is 1 / scale"),
+        ("matryoshka: {matryoshka_dims: [4]}", "the recipe has an unknown option loss.matryoshka.matryoshka_dims"),
+    ],
+)
+def test_a_name_of_another_library_in_a_recipe_is_translated(tmp_path, option, expected):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "own.yaml").write_text(f"# @package _global_\nname: own\nloss: {{{option}}}\n")
+    with pytest.raises(ConfigError, match="^(?!.*the recipe sets).*" + re.escape(expected)):
+        compose_recipes(["--config-dir", str(tmp_path), "recipe=own", *GOOD[1:]])
+
+
+@pytest.mark.parametrize(
     ("compose", "good", "argument", "ours"),
     [
         (compose_evaluate, ["model=m", "sets=[x]"], "batch_size=32", "chunk_tokens"),

@@ -275,7 +275,8 @@ def _head(submission: Submission, command_line: Sequence[str]) -> str:
     return (
         f"# {submission.name}: {size}{jobs}. Written by embedtrain {__version__} for\n"
         f"#   {' '.join(shlex.join(words).split())}\n"
-        f"# You may edit it and submit it again with sbatch; it is never overwritten.\n"
+        f"# You may edit it and submit it again with sbatch; it is never overwritten. On another machine, change\n"
+        f"# --chdir and python=, and create the folder of --output first: SLURM does not.\n"
         f"\n"
     )
 

@@ -30,7 +30,7 @@ class Row:
             if name in self.fields:
                 return name
         present = values.list_names(self.fields)
-        raise self.error(f"there is no {' or '.join(names)}, only {present}")
+        raise self.error(f"no column {' or '.join(map(repr, names))}; there are: {present}")
 
     def has(self, *names: str) -> bool:
         """Whether one of these columns exists."""

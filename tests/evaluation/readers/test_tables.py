@@ -204,7 +204,7 @@ def test_columns_whose_roles_are_not_known_need_a_decision(tmp_path):
     more = jsonl(tmp_path / "more.jsonl", [{"question": "a", "answer": "x", "context": "y"}])
     assert re.search(r"answer and context .*columns: \[question,answer\]", error_of(more))
     assert list(read(more, columns=["question", "context"]).data.documents.texts) == ["y"]
-    assert "no odd, only question, answer, context" in error_of(more, columns=["odd", "answer"])
+    assert "no column 'odd'; there are: question, answer, context" in error_of(more, columns=["odd", "answer"])
 
 
 def test_translations(tmp_path, shared_data):
@@ -298,7 +298,7 @@ BROKEN = [
     (labelled(label="score")[:1], {}, "^{}/t.jsonl: .*1 different scores"),
     ([{"sentence1": "a", "sentence2": "b", "label": 2}], {}, "^{}/t.jsonl: label holds 2, .*kind: sts"),
     (NLI, {}, "^{}/t.jsonl:1: gold_label is a text .'neutral'.*0 or 1"),
-    (labelled()[:1] + NLI, {"kind": SetKind.pair_classification}, "^{}/t.jsonl:2: there is no label"),
+    (labelled()[:1] + NLI, {"kind": SetKind.pair_classification}, "^{}/t.jsonl:2: no column .label.; there are: "),
     ([{"query": "q", "passage": "p", "score": 0.5}], {}, "^{}/t.jsonl:1: score is 0.5, .*[[]query,passage[]]"),
     ([{"query": "q", "passage": ["p"], "label": [1, 0]}], {}, "^{}/t.jsonl:1: label has 2 .*passage has 1"),
     ([{"query": "q", "text": "p", "good": i % 2} for i in range(2)], {}, "^{}/t.jsonl: .*positive: text, label: good"),

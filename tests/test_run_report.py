@@ -179,12 +179,15 @@ def test_a_run_that_is_stopped_and_resumed_on_other_ranks(ranks, workshop, tmp_p
 def test_the_vectors_after_training_are_those_of_the_exported_step(ranks, workshop, tmp_path):
     """No later evaluation is better than the first, so step 2 is exported."""
     more = ("train.steps=4", "evaluation.every=2", "checkpoint.best_metric=dev/recall@100", "checkpoint.keep=1")
-    ranks(2, run, None, *options(workshop, tmp_path / "run", *more))
+    ranks(2, run, None, *options(workshop, tmp_path / "run", *more), "export.check=true")
     sample, _, after = read_sample(tmp_path / "run")
     assert after.step == 2
     model = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
     assert after.values == pytest.approx(model.encode([text.text for text in sample.texts]), abs=2e-5)
-    assert "weights of step 2" in (tmp_path / "run" / "report.html").read_text()
+    assert re.search(
+        r"weights of step 2 \(float32, compared with the encoder: largest difference \S+, allowed \S+\)",
+        (tmp_path / "run" / "report.html").read_text(),
+    )
 
 
 def test_adapters_under_ddp(ranks, workshop, tmp_path):

@@ -207,8 +207,9 @@ def _base(run: RunRecords) -> str:
 
 
 def _exported(run: RunRecords, directory: Path) -> str:
-    step = run.history.exported_step
-    return str(directory) if step is None else f"{directory}, weights of step {step:,}"
+    step, check = run.history.exported_step, run.history.export_check
+    text = str(directory) if step is None else f"{directory}, weights of step {step:,}"
+    return text if check is None else f"{text} ({check})"
 
 
 def _first_and_last(series: Series) -> str:

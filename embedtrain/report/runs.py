@@ -101,6 +101,11 @@ class History:
         """The step whose weights were exported, if known."""
         return self.sessions[-1].end.exported if self.sessions else None
 
+    @property
+    def export_check(self) -> str | None:
+        """How the comparison of the exported model has ended, if known."""
+        return self.sessions[-1].end.check if self.sessions else None
+
 
 @dataclass(frozen=True)
 class RunRecords:

@@ -27,6 +27,7 @@ class SessionEnd:
     last_step: int | None = None  # steps done
     error: str | None = None
     exported: int | None = None  # the step whose weights were exported
+    check: str | None = None  # how the comparison of the export has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,19 @@ def record_start(
 
 
 def record_end(
-    path: Path, clock: SessionClock, how: str, *, step: int, error: str | None = None, exported: int | None = None
+    path: Path,
+    clock: SessionClock,
+    how: str,
+    *,
+    step: int,
+    error: str | None = None,
+    exported: int | None = None,
+    check: str | None = None,
 ) -> None:
     """Append the end of a session."""
     row = {"ended": clock.now(), "how": how, "last_step": step, "exported": exported}
+    if check is not None:
+        row["check"] = check
     if error is not None:
         row["error"] = mask_passwords(error)[:_ERROR_LENGTH]
     _append(path, row)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,11 +119,11 @@ class RunReporter:
 
         self._encode(choose_and_write, BEFORE, step=0)
 
-    def report_finished(self, step: int) -> None:
-        """Encode the same sample with the exported weights, those of `step`, and write the report."""
+    def report_finished(self, step: int, check: str) -> None:
+        """Encode the same sample with the exported weights, those of `step`, and write the report with their check."""
         if self._has_sample:
             self._encode(lambda: read_texts(self._run.run_dir.sample), AFTER, step)
-        self._on_main_rank("sessions.jsonl", lambda: self._record_end("finished", exported=step))
+        self._on_main_rank("sessions.jsonl", lambda: self._record_end("finished", exported=step, check=check))
         self._write_report()
 
     def report_stopped(self) -> None:
@@ -130,8 +131,8 @@ class RunReporter:
         self._on_main_rank("sessions.jsonl", lambda: self._record_end("stopped"))
         self._write_report()
 
-    def _record_end(self, how: str, *, error: str | None = None, exported: int | None = None) -> None:
-        record_end(self._run.run_dir.sessions, self._clock, how, step=self._state.step, error=error, exported=exported)
+    def _record_end(self, how: str, **details: Any) -> None:
+        record_end(self._run.run_dir.sessions, self._clock, how, step=self._state.step, **details)
 
     def _encode(self, read_sample: Callable[[], Sample | None], which: str, step: int) -> None:
         """Encode the sample on all ranks, if there is one, and write its embeddings on rank 0."""

@@ -179,7 +179,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             if start.has_finished:
                 _update_recipe(run)
             _report_outcome(run, exported, step)
-            reporter.report_finished(step)
+            reporter.report_finished(step, exported.describe())
             upload_run(run, exported.directory, step, tracker)
             metrics = world.broadcast(metrics_at(run_dir.path, step))
         world.run_on_main("closing the trackers", tracker.close)  # wandb may still upload the model

@@ -6,6 +6,7 @@ import io
 import itertools
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,10 +104,11 @@ def check(command: Command, options: Any) -> str:
         return ""
     if command.name == "train":
         options = options[:1]  # the others differ in values alone
-    elif command.name == "split":
-        options.dev = 2  # the rows here are few
     elif declared.output is not None and Path(getattr(options, declared.output) or "new").exists():
-        setattr(options, declared.output, "new")  # what the command writes is there already, for a later one
+        new = tempfile.mkdtemp(dir=".")  # what the command writes is there already, for a later one
+        setattr(options, declared.output, f"{new}/output")
+    if command.name == "split":
+        options.dev = 1  # the rows here are few
     with contextlib.ExitStack() as stack:
         for place in WORK.get(command.name, ()):
             module, _, function = place.partition(":")

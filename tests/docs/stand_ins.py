@@ -12,6 +12,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,7 @@ HUB: Mapping[str, Build] = {
     "Qwen/Qwen2.5-VL-3B-Instruct": _vision("qwen2_5_vl"),
     "Qwen/Qwen3-0.6B": _causal(),
     "Qwen/Qwen3-0.6B-Base": _causal(),
+    "Qwen/Qwen3-Embedding-0.6B": backbone("qwen3", **_DECODER, pooling="lasttoken"),
     "Qwen/Qwen3-VL-2B-Instruct": _vision("qwen3_vl"),
     "answerdotai/ModernBERT-base": backbone("modernbert", **_BASE, max_position_embeddings=8192),
     "cross-encoder/ms-marco-MiniLM-L6-v2": backbone("bert", **_MINILM, labels=1),
@@ -248,14 +250,22 @@ def _picture(path: Path) -> None:
 
 
 def _photos(folder: Path) -> None:
-    for number in range(4):
+    for number in range(_ROWS):
         _picture(folder / f"{number:04d}.jpg")
 
 
 def _pictures(path: Path) -> None:
     """Rows of texts and pictures."""
     _photos(path.parent / "photos")
-    write_lines(path, [{"query": text(i, 3), "pos": [{"image": f"photos/{i % 4:04d}.jpg"}]} for i in range(_ROWS)])
+    write_lines(path, [{"query": text(i, 3), "pos": [{"image": f"photos/{i:04d}.jpg"}]} for i in range(_ROWS)])
+
+
+def _mined_pictures(path: Path) -> None:
+    """The same with negatives, as `mine` writes them."""
+    _pictures(path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    pictures = [line["pos"][0] for line in lines]
+    write_lines(path, [line | {"neg": pictures[:i] + pictures[i + 1 :]} for i, line in enumerate(lines)])
 
 
 def _table(header: str, line: Callable[[int], tuple[Any, ...]]) -> Build:
@@ -301,6 +311,11 @@ def _gzipped(path: Path) -> None:
     plain.unlink()
 
 
+def _intents(folder: Path) -> None:
+    for split in ("train", "test"):
+        write_lines(folder / f"{split}.jsonl", [{"text": text(i, 6) + f" {i}", "label": i % 3} for i in range(_ROWS)])
+
+
 def _tevatron(folder: Path) -> None:
     def passage(words: str, number: int) -> dict[str, str]:
         return {"docid": str(number), "title": "a", "text": words}
@@ -334,36 +349,48 @@ def _documents(path: Path) -> None:
 
 def _pages(path: Path) -> None:
     """Pages as the command `pages` writes them."""
-    for number in range(8):
+    for number in range(_ROWS):
         _picture(path.parent / f"images/2024/q3.pdf/{number:04d}.png")
     write_lines(
         path,
         [
             {"_id": f"2024/q3.pdf#{n}", "image": f"images/2024/q3.pdf/{n:04d}.png", "pdf": "2024/q3.pdf", "page": n}
-            for n in range(8)
+            for n in range(_ROWS)
         ],
     )
 
 
 def _questions(path: Path) -> None:
-    write_lines(path, [{"query": text(i, 4), "positive_document_ids": [f"2024/q3.pdf#{i % 8}"]} for i in range(_ROWS)])
+    write_lines(path, [{"query": text(i, 4), "positive_document_ids": [f"2024/q3.pdf#{i}"]} for i in range(_ROWS)])
 
 
-def _run(folder: Path) -> None:
+def _run(folder: Path, **options: Any) -> None:
     """A run that has ended, of a small random model with the layers and dimensions that pages name."""
     model = small_model("bert")
     model.config |= {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4}
     save_small(model, folder.parent / "backbone")
     _beir(folder.parent / "dev")
     embedtrain.train(
-        model={"path": str(folder.parent / "backbone"), "pooling": "mean"},
+        model={"path": str(folder.parent / "backbone"), "pooling": "mean", **options},
         data=[{"query": row["query"], "pos": row["pos"]} for row in rows()],
         output_dir=str(folder),
-        train={"steps": 2, "global_batch_size": 8},
+        train={"steps": 5, "global_batch_size": 8},
         evaluation={"sets": [str(folder.parent / "dev")], "every": 1, "metrics": ["ndcg@10"]},
-        checkpoint={"every": 1, "best_metric": "dev/ndcg@10"},
+        checkpoint={"every": 1, "keep": 5, "best_metric": "dev/ndcg@10"},
         options={"name": "mine", "optim.warmup": 0.1, "export.check": False},
     )
+
+
+def _model_of_a_run(directory: Path) -> None:
+    _run(directory.parent / "run")
+    (directory.parent / "run" / "model").rename(directory)
+
+
+def _long_run(folder: Path) -> None:
+    """A run of 2,000 steps by the name of its last checkpoint."""
+    _run(folder)
+    last = max((folder / "checkpoints").glob("step-*"))
+    last.rename(last.with_name("step-00002000"))
 
 
 def _late_interaction(directory: Path) -> None:
@@ -411,32 +438,50 @@ def _with_graphs(build: Build) -> Build:
     return add
 
 
+def _with_adapter(build: Build, folder: str) -> Build:
+    """A directory with an adapter in PEFT's format."""
+
+    def add(directory: Path) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        build(directory)
+        model = AutoModel.from_pretrained(directory)
+        get_peft_model(model, LoraConfig(r=2, target_modules=["query"])).save_pretrained(directory / folder)
+
+    return add
+
+
 # Results of earlier commands of a page, or of the reader's runs.
 RESULTS: Mapping[str, Build] = {
     **dict.fromkeys(("packages/model", "minilm-4", "minilm-pca", "static"), _minilm),
-    "runs/NAME/model": _minilm,
-    "exported": _with_graphs(_minilm),
+    "runs/NAME/model": _with_adapter(_minilm, "adapter"),
+    "exported": _with_adapter(_with_graphs(_minilm), "adapters/retrieval"),
     "exported-reranker": _with_graphs(backbone("bert", **_MINILM, labels=1)),
     "runs/bce_reranker/model": backbone("bert", **_MINILM, labels=1, computes=True),
     "runs/bge_m3/model": _m3(hidden_size=32, computes=True),
+    "runs/chunks": partial(_run, chunking={"late": True}),
     "runs/clip/model": _image_text("clip"),
     "runs/colqwen2_5/model": _late_vision("colpali-engine", "qwen2_5_vl"),
     "runs/modern_colbert/model": _late_interaction,
+    "runs/modernbert_reranker/model": backbone("bert", **_MINILM, labels=1, computes=True),
     "runs/pages/model": _late_vision("transformers", "qwen2_vl"),
     "runs/qwen3_vl_reranker/model": _vision_reranker,
     "runs/reranker/model": backbone("bert", **_MINILM, labels=1),
     "runs/retriever-mistral/model": backbone("mistral", **_DECODER, pooling="lasttoken"),
     "runs/siglip2/model": _image_text("siglip2"),
+    "runs/stable": _long_run,
 }
 RUNS = (
-    "runs/mine", "runs/a", "runs/b", "runs/c", "runs/first", "runs/packages", "runs/packages-2", "runs/stable",
-    "runs/quickstart", "runs/bce_xlmr", "runs/layers", "runs/retrieval", "runs/chunks", "runs/modernbert",
-    "runs/clustering",
+    "runs/mine", "runs/a", "runs/b", "runs/c", "runs/first", "runs/packages", "runs/packages-2",
+    "runs/quickstart", "runs/bce_xlmr", "runs/layers", "runs/retrieval", "runs/modernbert",
+    "runs/clustering", "runs/minilm",
 )  # fmt: skip
 DATA: Mapping[str, Build] = {
     **dict.fromkeys(
         (
             "my.jsonl",
+            "faq.jsonl",
+            "judged.jsonl",
             "train.jsonl",
             "toy.jsonl",
             "mine.jsonl",
@@ -447,6 +492,7 @@ DATA: Mapping[str, Build] = {
             "faq/train.jsonl",
             "filtered/pairs.jsonl",
             "rows.jsonl",
+            "packages/all.jsonl",
             "packages/train.jsonl",
             "packages/mined/train.jsonl",
             "queries.jsonl",
@@ -475,14 +521,16 @@ DATA: Mapping[str, Build] = {
     "data/pairs/a.parquet": _parquet,
     "data/questions.jsonl.gz": _gzipped,
     "data/stsb-test.tsv": _table("sentence1,sentence2,score", lambda i: (text(i, 4), text(i + 1, 4), i % 6)),
+    "intents": _intents,
     "judged.csv": _table("query,passage,gold", lambda i: (text(i, 3) + f" {i}", text(i, 6) + f" {i}", i % 2)),
+    "logs/a.parquet": _parquet,
     "nli/a.parquet": _parquet,
     "quora.csv": _table("question1,question2,same", lambda i: (text(i, 4), text(i + 9, 5) + f" {i}", i % 2)),
     "stsb.tsv": _table("sentence1,sentence2,score", lambda i: (text(i, 4), text(i + 1, 4) + f" {i}", i % 6)),
-    "tatoeba.tsv": _table("first,second", lambda i: (text(i, 4) + f" {i}", text(i + 3, 4) + f" {i}")),
+    "tatoeba.tsv": _table("en,de", lambda i: (text(i, 4) + f" {i}", text(i + 3, 4) + f" {i}")),
     "topics.csv": _table("body,topic", lambda i: (text(i, 6) + f" {i}", i % 3)),
     "corpus.jsonl": _documents,
-    "dev.csv": _table("title,filepath", lambda i: (text(i, 3), f"photos/{i % 4:04d}.jpg")),
+    "dev.csv": _table("title,filepath", lambda i: (text(i, 3), f"photos/{i:04d}.jpg")),
     "documents.jsonl": _documents,
     **dict.fromkeys(("mined/rows.jsonl", "kept/rows.jsonl", "rows/rows.jsonl"), _synthesized),
     "drawn/bm25.run": _ranked,
@@ -491,7 +539,7 @@ DATA: Mapping[str, Build] = {
     "ranked/pairs.jsonl": _jsonl(lambda: rows(rank=1, score=0.5)),
     "faq.csv": _table("id,question,answer", lambda i: (i, text(i, 4) + f" {i}", text(i, 7) + f" {i}")),
     "msmarco.jsonl.gz": _gzipped,
-    "my.csv": _table("title,filepath", lambda i: (text(i, 3), f"photos/{i % 4:04d}.jpg")),
+    "my.csv": _table("title,filepath", lambda i: (text(i, 3), f"photos/{i:04d}.jpg")),
     "nli.parquet": _parquet,
     "pages.jsonl": _pictures,
     "pages/pages.jsonl": _pages,
@@ -513,14 +561,16 @@ OF_PAGE: Mapping[str, Mapping[str, Build]] = {
     "images.md": {"DIR": _image_text("siglip2"), "my.jsonl": _pictures, "my/train.jsonl": _pictures},
     "from-open-clip.md": {"photos": _photos},
     "image-text.md": {"my.jsonl": _pictures},
-    "llm.md": {"BASE": _minilm, "PATH": _beir},
-    "visual-documents.md": {"my/train.jsonl": _pictures, "mined/train.jsonl": _pictures},
+    "llm.md": {"BASE": _minilm},
+    "merging.md": {"org/model@main": _model_of_a_run},
+    "visual-documents.md": {"my/train.jsonl": _pictures, "mined/train.jsonl": _mined_pictures},
 }
-# Absolute paths of the pages, below the folder of the test.
+# Absolute paths of the pages, and a configuration of a data set of the Hub, below the folder of the test.
 ABSOLUTE = {
     "/shared/": "shared/",
     "s3://bucket/": "",
     "/data/": "data/",
+    "mteb/amazon_massive_intent, config: zh-CN": "intents",
     "/opt/embedtrain/lib/python3.12/site-packages/embedtrain/": "",
 }
 

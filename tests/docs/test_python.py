@@ -5,7 +5,9 @@ a comment of the page that says why, or is listed here.
 """
 
 import importlib
+import re
 import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,15 +63,30 @@ def short(**options: Any) -> dict[str, Any]:
     return {**options, "options": single}
 
 
+def with_models(text: str) -> str:
+    """A page, and the recipes and groups of models that its blocks name."""
+    for folder, named in (("recipes", r'"(\w+)"'), ("configs/model", r'"(\w+)"|/model: (\w+)')):
+        files = {ROOT / folder / f"{''.join(match.groups(''))}.yaml" for match in re.finditer(named, text)}
+        text = " ".join([text, *(file.read_text(encoding="utf-8") for file in files if file.is_file())])
+    return text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(map(runs, blocks(page)))], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_the_blocks_of_a_page_run(page, page_folder, stand_ins, monkeypatch):
     write_files(page, page_folder)
-    stand_ins.put(page.read_text(encoding="utf-8"), page.name, page_folder)
+    stand_ins.put(with_models(page.read_text(encoding="utf-8")), page.name, page_folder)
     train = embedtrain.train
-    monkeypatch.setattr(embedtrain, "train", lambda *recipe, **options: train(*recipe, **short(**options)))
+
+    def train_anew(*recipe: str, **options: Any) -> Any:
+        for run in (Path("runs", *recipe), Path(options.get("output_dir", "none"))):
+            if run.is_symlink():  # it stands for the run that now begins
+                run.unlink()
+        return train(*recipe, **short(**options))
+
+    monkeypatch.setattr(embedtrain, "train", train_anew)
     names: dict[str, Any] = {}
     for block in filter(runs, blocks(page)):
         text = block.text

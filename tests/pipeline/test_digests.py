@@ -196,6 +196,8 @@ _TEXTS = {
     # what is written, and where; what is cached
     "name", "output_dir", "cache_dir", "vectors_dir", "push_to_hub", "license", "language", "formats", "max_file_size",
     "wandb_init", "mlflow_init", "trackio_init",
+    # settings of PEFT, none of which names a file
+    "model.adapter",
     # where a language model is, whose answers are the same anywhere
     "url", "key_env",
     # what a model is and how it pools, by name or as module:Class

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from embedtrain.config.compose import compose_recipes
+from embedtrain.config.recipe import TrainSource
+from embedtrain.data.train_data import load_train_data
 from embedtrain.errors import ConfigError
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 from embedtrain.testing import check_loss
@@ -134,7 +136,6 @@ def test_the_error_of_a_misspelled_option(page, page_folder):
 @pytest.mark.parametrize(
     ("page", "begins", "name", "arguments"),
     [
-        ("data.md", "faq: columns", "inspect", ("data=faq.csv",)),
         ("evaluate.md", "dev: retrieval", "evaluate", ("model=runs/mine/model", "sets=[dev.csv]")),
     ],
 )
@@ -143,6 +144,13 @@ def test_lines_about_columns(page, begins, name, arguments, stand_ins, page_fold
     (page_folder / "dev.csv").write_text((page_folder / "faq.csv").read_text())
     command = Command(name, arguments)
     assert same_but_numbers(text_of(page, begins), check(command, compose(command)))
+
+
+@pytest.mark.slow
+def test_the_line_of_a_source(stand_ins, page_folder):
+    stand_ins.put("faq.csv", "", page_folder)
+    data = load_train_data([TrainSource(path="faq.csv")], seed=0, global_batch_size=4)
+    assert same_but_numbers(text_of("data.md", "faq: columns"), data.notes[0])
 
 
 class LocalMean(Loss):

@@ -259,7 +259,8 @@ def test_results_are_tables_in_a_notebook(tmp_path):
     assert "<td>&lt;dev&gt;</td><td>0.5000</td><td>1,200</td>" in metrics._repr_html_()
     losses = '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1.5}\n'
     start = '{"step": 0, "set": "other", "accuracy": 0.125, "model": "m"}\n'
-    (tmp_path / "metrics.jsonl").write_text(start + losses)
+    end = start.replace('"step": 0', '"step": 2').replace("0.125", "0.25")
+    (tmp_path / "metrics.jsonl").write_text(start + losses + end)
     result = TrainResult(tmp_path, tmp_path / "<i>", 2, True, metrics)
     assert "<i>" not in result._repr_html_() and "2.5000 at first, 2.0000 at last" in result._repr_html_()
     assert result.metrics_before == {"other": {"accuracy": 0.125}}

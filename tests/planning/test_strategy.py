@@ -83,6 +83,7 @@ def test_a_small_model_is_not_sharded_to_save_less_than_a_millisecond():
     fastest = min(c.traffic.seconds for c in layout_candidates(ParallelConfig(), cluster_of(64), TINY, work_of(64)))
     assert best.layout.strategy is Strategy.ddp
     assert best.best.traffic.seconds > 1.03 * fastest
+    assert best.layout.reason.endswith(", but ddp is simpler")
 
 
 def test_ranks_without_a_gpu_are_not_planned_with_the_rates_of_one():

@@ -358,9 +358,15 @@ def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
             raise ConfigError(f"{option}[{index}].{error}") from None
         is_of_one_text = kind in (SetKind.classification, SetKind.clustering)
         check.require(
-            columns is None or (len(columns.names) > 1 and (columns.by_role or not is_of_one_text)),
+            columns is None
+            or (len(columns.texts) + (columns.score is not None) > 1 and (columns.by_role or not is_of_one_text)),
             "columns",
             "names at least two columns of a table, such as [question,answer], or {text: body, label: topic}",
+        )
+        check.require(
+            columns is None or columns.prompt is None,
+            "columns",
+            "names a column of instructions, and a set has one for all queries: write query_prompt",
         )
         check.require(evaluation_set.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
         check.require(

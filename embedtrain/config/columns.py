@@ -28,13 +28,14 @@ class DataPath:
 
 # What a column may be named as, in the order of the texts of a row. `text` and `sentence1` are the query of rows of one
 # text and of pairs of sentences.
-_FIRST, _SECOND, _OTHERS, _SCORES = (
+_FIRST, _SECOND, _OTHERS, _SCORES, _PROMPT = (
     ("query", "text", "sentence1"),
     ("positive", "sentence2"),
     "negative",
     ("label", "score"),
+    ("prompt",),
 )
-ROLES = (*_FIRST, *_SECOND, _OTHERS, *_SCORES)
+ROLES = (*_FIRST, *_SECOND, _OTHERS, *_SCORES, *_PROMPT)
 _EXPECTED = (
     "write columns in the order query, positive, negatives, such as [question,answer], or by role, such as "
     "{query: question1, positive: question2, label: is_duplicate}"
@@ -47,13 +48,14 @@ class NamedColumns:
 
     texts: list[str]  # query, positive, negatives; of an unnamed order perhaps a score among them
     score: str | None = None  # that of labels or scores, if roles are named
+    prompt: str | None = None  # that of the instructions of queries, if roles are named
     by_role: bool = False
     are_sentences: bool = False  # the roles are sentence1 and sentence2
 
     @property
     def names(self) -> list[str]:
         """All columns."""
-        return self.texts if self.score is None else [*self.texts, self.score]
+        return [*self.texts, *(name for name in (self.score, self.prompt) if name is not None)]
 
     def __str__(self) -> str:
         return str(self.names)
@@ -75,21 +77,22 @@ def _parse_roles(value: Mapping[Any, Any]) -> NamedColumns:
         raise ConfigError(f"columns.{unknown[0]}={value[unknown[0]]}: roles are {', '.join(ROLES)}; {_EXPECTED}")
     chosen = {role: _names(of_role, f"columns.{role}") for role, of_role in value.items() if of_role is not None}
     texts: list[str] = []
-    for roles in (_FIRST, _SECOND, _SCORES):
+    for roles in (_FIRST, _SECOND, _SCORES, _PROMPT):
         given = [role for role in roles if role in chosen]
         if len(given) > 1:
             raise ConfigError(f"columns.{given[1]}={chosen[given[1]]}: {given[0]} is the same role: leave one out")
         for role in given:
             if len(chosen[role]) != 1:
                 raise ConfigError(f"columns.{role}={chosen[role]}: is one column; only negative may be several")
-            texts += [] if roles is _SCORES else chosen[role]
+            texts += chosen[role] if roles in (_FIRST, _SECOND) else []
     first, second = (any(role in chosen for role in roles) for roles in (_FIRST, _SECOND))
     if not first or (not second and _OTHERS in chosen):
         missing = "query" if not first else "positive"
         raise ConfigError(f"columns={dict(value)}: has no {missing}; {_EXPECTED}")
-    score = next((chosen[role][0] for role in _SCORES if role in chosen), None)
+    score, prompt = (next((chosen[role][0] for role in roles if role in chosen), None) for roles in (_SCORES, _PROMPT))
     texts += chosen.get(_OTHERS, [])
-    return NamedColumns(texts, score, by_role=True, are_sentences="sentence1" in chosen or "sentence2" in chosen)
+    are_sentences = "sentence1" in chosen or "sentence2" in chosen
+    return NamedColumns(texts, score, prompt, by_role=True, are_sentences=are_sentences)
 
 
 def _names(value: Any, option: str) -> list[str]:

@@ -425,7 +425,7 @@ class TrainSource(DataPath):
     subset: str | None = None  # configuration of a Hub data set
     split: str = "train"  # of a Hub data set, or of a folder by the names of its files
     # In the order query, positive, negatives, and a score; or by role, as {query: q1, positive: q2, label: same}, with
-    # text, negative and score. Default: by name.
+    # text, negative, score and prompt (a column of instructions). Default: by name.
     columns: Any = None
     # Rows are single texts, each of which is the query and its own positive: dropout (SimCSE) or `delete_words` makes
     # them differ. `columns={text: COLUMN}` names their column where there are several.

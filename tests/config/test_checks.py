@@ -317,7 +317,7 @@ SOURCES = [
 SETS = [
     {"path": ""}, {"path": "TripletEvaluator"},
     {"subset": 0}, {"subset_documents": 0}, {"query_max_length": 2}, {"document_max_length": 2},
-    {"columns": ["only"]},
+    {"columns": ["only"]}, {"columns": {"query": "a", "positive": "b", "prompt": "c"}},
     {"metrics": []}, {"candidates": "bm25.run", "kind": SetKind.retrieval}, {"train": "t.tsv", "kind": SetKind.sts},
     {"samples_per_label": 0}, {"experiments": 0},
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from embedtrain.data.sources.column_roles import (
     is_positive,
     is_query,
     is_score,
+    normalized,
     unnamed_score,
     written_columns,
 )
@@ -39,6 +40,8 @@ from embedtrain.data.sources.layouts import (
 from embedtrain.data.sources.parts import PartKind
 from embedtrain.data.sources.values import BadRow, list_names
 from embedtrain.errors import ConfigError, DataError
+
+_INSTRUCTION_NAMES = ("prompt", "promptforquery", "queryprompt", "instruction")  # normalized
 
 
 def choose_layout(
@@ -202,17 +205,23 @@ class Columns(RowLayout):
 
     names: list[str]  # of the columns of texts
     score: str | None = None
+    prompt: str | None = None  # the column of the queries' instructions
     is_cells: bool = False  # of CSV or TSV, in which numbers are texts
     is_chosen: bool = False  # from the columns of the file, and not named by the source
     by_name: bool = False  # chosen by their names, not by their order
     is_own_positive: bool = False  # rows are single texts, see `text_as_positive`
     unused: tuple[str, ...] = ()  # of the first rows, in which they have no role beside the others
 
+    @property
+    def unused_prompt(self) -> str | None:
+        """An unused column with the name of an instruction; None for none."""
+        return next((name for name in self.unused if normalized(name) in _INSTRUCTION_NAMES), None)
+
     def describe(self) -> str:
         """What each column is used as."""
         first, *others = self.names
         if self.is_own_positive:
-            return f"column {first} = query and positive"
+            return f"column {first} = query and positive{f', {self.prompt} = instruction' if self.prompt else ''}"
         parts = [f"columns {first} = query" if others else f"column {first} = query"]
         if others:
             parts.append(f"{others[0]} = positive")
@@ -222,13 +231,26 @@ class Columns(RowLayout):
             use = "score" if self.needs.scores != ScoreRequirement.none else "1 for positives, 0 for negatives"
             use = "class" if self.needs.label else "vectors" if self.needs.vectors else use
             parts.append(f"{self.score} = {use}")
-        how = f" (by {'name' if self.by_name else 'order'}; override: columns=[QUERY,POSITIVE,...])"
+        if self.prompt is not None:
+            parts.append(f"{self.prompt} = instruction")
+        how = f" (by {'name' if self.by_name else 'order'}; override: columns=[QUERY,POSITIVE,...]"
+        if self.unused_prompt is not None:  # it may be the prompt that wrote the query
+            roles = f"query: {first}, positive: {next(iter(others), '')}, prompt: {self.unused_prompt}"
+            how += f"; if {self.unused_prompt} is an instruction for the query: columns={{{roles}}}"
+        how += ")"
         return ", ".join(parts) + (how if self.is_chosen and others else "")
 
     def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Example:
+        texts = self._texts(row)
+        if self.prompt is None:
+            return texts
+        return replace(texts, instruction=values.instruction(row.get(self.prompt), f'column "{self.prompt}"'))
+
+    def _texts(self, row: dict[str, Any]) -> Example:
         required = self.names[:2] if self.score is None else [*self.names[:2], self.score]
-        if len(row) > len(self.names) + (self.score is not None):
-            self._ignore_except(row, *self.names, *([] if self.score is None else [self.score]))
+        others = [name for name in (self.score, self.prompt) if name is not None]
+        if len(row) > len(self.names) + len(others):
+            self._ignore_except(row, *self.names, *others)
         for name in required:
             if name not in row:
                 raise BadRow(f'no "{name}" in this row, which has: {list_names(row)}')
@@ -321,8 +343,11 @@ def _choose_columns(
         raise DataError(f"{source.path}: no column {missing[0]!r}; there are: {list_names(present)}")
     if columns is None:
         texts, by_name = _text_columns(source, texts, scores, first_rows, needs, is_cells=is_cells)
-    layout = Columns(names=texts, needs=needs, is_cells=is_cells, is_chosen=columns is None, by_name=by_name)
-    layout.unused = tuple(name for name in present if name not in texts)
+    prompt = None if columns is None else columns.prompt
+    layout = Columns(
+        names=texts, needs=needs, prompt=prompt, is_cells=is_cells, is_chosen=columns is None, by_name=by_name
+    )
+    layout.unused = tuple(name for name in present if name not in (*texts, prompt))
     if len(scores) == 1 and not needs_score and _marks_documents(first_rows[0], texts, scores[0], is_cells=is_cells):
         return replace(layout, score=scores[0])
     if scores and not needs_score:
@@ -382,7 +407,7 @@ def _text_columns(
     label = None if scores or len(chosen.names) < 2 else unnamed_score(others, first_rows, chosen, is_cells=is_cells)
     if label is not None:
         query, positive, *_ = chosen.names
-        raise DataError(
+        raise ConfigError(
             f"{source.path}: column {label!r} holds numbers that may be labels or scores of the pairs: write "
             f"data.train=[{{path: {source.path}, columns: {{query: {query}, positive: {positive}, label: {label}}}}}], "
             f"or columns: {written_columns(chosen.names)} to leave it out"

@@ -8,9 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from embedtrain.config.columns import parse_columns
 from embedtrain.config.losses import BatchTripletConfig, ContrastiveConfig, CoSENTConfig
+from embedtrain.config.recipe import OnError
 from embedtrain.errors import ConfigError
 from tests.data.files import assert_error, error_of, read, write, write_table
 
@@ -177,7 +179,7 @@ def test_columns_that_later_rows_have(tmp_path: Path) -> None:
 def test_a_column_that_may_hold_labels(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("query,passage,good\nq,p,1\nr,n,0\n")
-    message = error_of(path)
+    message = error_of(path, ConfigError)
     assert f"{{path: {path}, columns: {{query: query, positive: passage, label: good}}}}" in message
     assert "columns: [query,passage] to leave it out" in message
     assert [e.query for e in read(path, where="good == 1")[0]] == ["q"]
@@ -185,8 +187,30 @@ def test_a_column_that_may_hold_labels(tmp_path: Path) -> None:
     scored, _ = read(path, columns=roles, needs=ContrastiveConfig().row_requirements)
     assert [e.positives.scores for e in scored] == [(1.0,), (0.0,)]
     assert_error("'good' makes these scored pairs", path, columns=roles)
+    with pytest.raises(ConfigError, match="'good' holds numbers"):  # not a row that may be left out
+        read(path, on_error=OnError.skip)
     path.write_text("query,passage,level\nq,p,1\nr,n,2\n")
     assert len(read(path)[0]) == 2
+
+
+def test_a_column_that_may_hold_instructions(tmp_path: Path) -> None:
+    rows = [{"query": f"q{n}", "positive": "p", "negative": "n", "prompt": f"find {n}"} for n in range(2)]
+    path = write(tmp_path / "t.jsonl", *rows)
+    roles = "{query: query, positive: positive, prompt: prompt}"
+    examples, report = read(path)
+    assert [example.instruction for example in examples] == [None, None]
+    assert f"if prompt is an instruction for the query: columns={roles})" in str(report)
+    examples, report = read(path, columns=yaml.safe_load(roles))
+    assert [example.instruction for example in examples] == ["find 0", "find 1"]
+    assert "positive = positive, prompt = instruction" in str(report)
+    examples, report = read(path, columns=["query", "positive", "negative"])
+    assert [example.instruction for example in examples] == [None, None]
+    assert "not used: prompt" in str(report)
+    assert_error(
+        'column "prompt" must be a text',
+        write(tmp_path / "u.jsonl", {**rows[0], "prompt": 3}),
+        columns=yaml.safe_load(roles),
+    )
 
 
 def test_columns_by_role(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from embedtrain.config.evaluation import (
 from embedtrain.config.kind_settings import SparsityConfig
 from embedtrain.config.kinds import load_kind
 from embedtrain.config.loss_checks import check_kind_loss, check_loss
+from embedtrain.config.migration import metric_of_evaluator
 from embedtrain.config.names import evaluator_sets
 from embedtrain.config.optim import check_optim
 from embedtrain.config.options import check_values
@@ -272,8 +273,8 @@ def _check_text_as_positive(source: TrainSource, check: OptionChecks) -> None:
 def _check_train(train: TrainConfig) -> None:
     if (train.steps is None) == (train.epochs is None):
         raise ConfigError(
-            f"train.steps={written(train.steps)} and train.epochs={written(train.epochs)}: set exactly one of them "
-            "and the other to null"
+            f"train.steps={written(train.steps)} and train.epochs={written(train.epochs)}: exactly one of them says "
+            "how long to train; write train.epochs=null or train.steps=null"
         )
 
 
@@ -390,7 +391,11 @@ def _check_checkpoint(recipe: Recipe) -> None:
             "best_metric",
             "needs a metric to compare; evaluation.sets is empty",
         )
-        check.require("/" in best, "best_metric", "must be set/metric, such as dev/ndcg@10")
+        ours = metric_of_evaluator(best)
+        hint = (
+            ", such as dev/ndcg@10" if ours is None else f": write {ours}; docs/evaluate.md lists the metrics of sets"
+        )
+        check.require("/" in best, "best_metric", f"must be set/metric{hint}")
 
 
 def check_export(export: ExportConfig, prefix: str = "") -> None:

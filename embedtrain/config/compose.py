@@ -269,7 +269,7 @@ def _compose_recipe(overrides: Sequence[str], config_dir: str | None) -> DictCon
     register_recipes(changes_loss)
     config = _compose("config", overrides, Recipe, config_dir, without_loss=changes_loss)[0]
     _choose_kind(config, overrides)
-    return _with_length_and_name(config)
+    return _with_length_and_name(config, overrides)
 
 
 def _choose_kind(config: DictConfig, overrides: Sequence[str]) -> None:
@@ -332,11 +332,18 @@ def _choose_loss(overrides: Sequence[str]) -> tuple[list[str], str | None]:
     return [*others, *to_overrides({} if chosen is None else {"loss": chosen})], chosen
 
 
-def _with_length_and_name(config: DictConfig) -> DictConfig:
-    """One epoch unless a recipe or the command line says otherwise; a run without a name has the model's."""
+def _with_length_and_name(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """One epoch unless a recipe or the command line says otherwise; a run without a name has the model's.
+
+    `train.steps` of the command line replaces the recipe's `train.epochs`, and the other way round.
+    """
+    given = set(map(option_of, overrides))
     with limited_interpolations():
         if not config.name and isinstance(config.model.path, str):
             config.name = _name_of_model(config.model.path)
+        for length, other in (("steps", "epochs"), ("epochs", "steps")):
+            if f"train.{length}" in given and f"train.{other}" not in given and config.train[length] is not None:
+                config.train[other] = None
         if config.train.steps is None and config.train.epochs is None:
             config.train.epochs = 1.0
     return config

@@ -881,3 +881,21 @@ ANY_COMMAND = (
         "not an option: rows have `query`, `pos` and `neg`, which training reads with any number of negatives",
     ),
 )
+
+# What evaluators of sentence-transformers call metrics, after the name of the evaluator: `dev_cosine_ndcg@10`,
+# `dev_spearman_cosine`, and `dev_ndcg@10` of a reranker.
+_SIMILARITY = "(?:cosine|dot|euclidean|manhattan|max)"
+_METRIC_NAMES = (
+    re.compile(rf"(?:eval_)?(.*?)_?{_SIMILARITY}_((?:ndcg|mrr|map|accuracy|precision|recall)@\d+|ap|accuracy|f1)"),
+    re.compile(rf"(?:eval_)?(.*?)_?(spearman|pearson)(?:_{_SIMILARITY})?"),
+    re.compile(r"(?:eval_)?(.*?)_?((?:ndcg|mrr)@\d+|map)"),
+)
+
+
+def metric_of_evaluator(name: str) -> str | None:
+    """`set/metric` for a metric's name of an evaluator; None for other names."""
+    match = next((match for pattern in _METRIC_NAMES if (match := pattern.fullmatch(name))), None)
+    if match is None:
+        return None
+    hits = re.sub(r"^accuracy@", "hit@", match[2])  # the share of queries with a relevant document among the first
+    return f"{match[1] or 'SET'}/{hits}"

@@ -294,7 +294,10 @@ def _value_of_group(value_type: str, group_type: str, value: str) -> str:
     """The message for a group of options, such as `model`, that has a single value."""
     groups = {type(getattr(Recipe(), field.name)).__name__: field.name for field in dataclasses.fields(Recipe)}
     group = groups.get(group_type, group_type.removesuffix("Config").lower())
-    return f"{group}={value}: is a group of options, not {value_type}; write them as {group}: {{option: value}}"
+    if group == "loss" and value not in LOSSES:
+        return unknown_loss("loss", value)
+    example = f"{{name: {value}}}" if group == "loss" else "{option: value}"
+    return f"{group}={value}: is a group of options, not {value_type}; in a file write them as {group}: {example}"
 
 
 def _form_of_list(option: str, message: str, values: Mapping[str, Any]) -> str | None:

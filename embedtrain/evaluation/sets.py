@@ -34,6 +34,7 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
     check_metrics,
+    explain_no_metric,
     has_metric,
 )
 from embedtrain.utils.files import expand_user
@@ -132,7 +133,7 @@ def _with_metrics(sets: Sequence[LoadedSet], metrics: Sequence[str], option: str
     """The sets with those of `metrics` that their kind has; ConfigError for a metric that no set has."""
     for metric in metrics:
         if sets and not any(has_metric(loaded.data, metric) for loaded in sets):
-            check_metrics(sets[0].data, [metric], option)
+            raise ConfigError(explain_no_metric([loaded.data for loaded in sets], metric, option))
     return [
         loaded
         if loaded.metrics is not None

@@ -304,6 +304,18 @@ def has_metric(data: EvaluationData, metric: str) -> bool:
     return True
 
 
+def explain_no_metric(sets: Sequence[EvaluationData], metric: str, option: str) -> str:
+    """The message for a metric that none of the sets has: those of each kind of set."""
+    messages = dict[str, None]()
+    for data in sets:
+        try:
+            check_metrics(data, [metric], option)
+        except ConfigError as error:
+            messages[str(error)] = None
+    first, *others = messages
+    return "; ".join([first, *(message.partition(": ")[2] for message in others)])
+
+
 def _kind_and_metrics(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
     """The name of a kind of set, and its metrics, the main one first."""
     match data:

@@ -191,7 +191,7 @@ CASES = [
         **CROSS_ENCODER,
     ),
     case(r"train\.steps=null and train\.epochs=null", train__steps=None),
-    case(r"train\.steps=10 and train\.epochs=1\.0", train__epochs=1.0),
+    case(r"train\.steps=10 and train\.epochs=1\.0: .*train\.epochs=null", train__epochs=1.0),
     option("train.steps", 0),
     option("train.steps", -1),
     option("train.epochs", 0.0, train__steps=None),
@@ -270,6 +270,20 @@ CASES = [
     option("checkpoint.max_disk_gb", NAN),
     option("checkpoint.best_metric", "dev/ndcg@10"),
     option("checkpoint.best_metric", "ndcg@10", evaluation__sets=DEV),
+    *(
+        case(
+            rf"checkpoint\.best_metric={theirs}: must be set/metric: write {ours};",
+            checkpoint__best_metric=theirs,
+            evaluation__sets=DEV,
+        )
+        for theirs, ours in (
+            ("eval_dev_cosine_ndcg@10", "dev/ndcg@10"),
+            ("cosine_accuracy@5", "SET/hit@5"),
+            ("my-dev_spearman_cosine", "my-dev/spearman"),
+            ("dev_mrr@10", "dev/mrr@10"),
+            ("eval_dev_cosine_ap", "dev/ap"),
+        )
+    ),
     option("export.formats", ["tensorflow"]),
     option("export.formats", ["logit_score"]),
     option("export.max_file_size", "5 GiB"),

@@ -320,7 +320,6 @@ def test_another_loss_than_that_of_a_shipped_recipe():
         ("optim.lr", ["option=value"]),
         ("two words", ["option=value"]),
         ("--bogus", ["--bogus"]),
-        ("train.epochs=1", ["exactly one"]),
         ("loss._target_=os.system", ["_target_"]),
         ("+loss._target_=os.system", ["_target_"]),
     ],
@@ -376,6 +375,38 @@ def test_a_value_of_a_whole_group_is_named(tmp_path, line, word):
     error = error_of([*user_recipe(tmp_path, "mine", f"# @package _global_\n{line}\n"), "data.train=[x]"])
     assert word in error
     assert "group of options" in error
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("loss: CoSENTLoss", ["loss=CoSENTLoss", "loss=cosent"]),
+        ("loss: {name: CoSENTLoss}", ["loss.name=CoSENTLoss", "loss=cosent"]),
+        ("loss: MultipleNegativesRankingLoss", ["loss=infonce", "loss.temperature=0.05"]),
+        ("loss: cosent", ["loss=cosent", "loss: {name: cosent}"]),
+    ],
+)
+def test_a_recipe_with_a_loss_of_another_library_names_ours(tmp_path, line, words):
+    error = error_of(
+        [*user_recipe(tmp_path, "mine", f"# @package _global_\n{line}\n"), "model.path=m", "data.train=[x]"]
+    )
+    assert all(word in error for word in words), error
+
+
+def test_steps_of_the_command_line_replace_epochs_of_a_recipe(tmp_path):
+    def lengths(text, *arguments):
+        own = user_recipe(tmp_path, "mine", f"# @package _global_\n{text}\n")
+        (recipe,) = compose_recipes([*own, "model.path=m", "data.train=[x]", *arguments])
+        return recipe.train.steps, recipe.train.epochs
+
+    assert lengths("train: {epochs: 2}", "train.steps=7") == (7, None)
+    assert lengths("train: {steps: 7}", "train.epochs=2") == (None, 2.0)
+    assert lengths("train: {steps: 7}", "train.steps=null", "train.epochs=2") == (None, 2.0)
+    assert lengths("train: {epochs: 2}", "train.steps=null") == (None, 2.0)
+    with pytest.raises(ConfigError, match=r"train\.steps=7 and train\.epochs=2\.0: .*train\.epochs=null"):
+        lengths("train: {steps: 7, epochs: 2}")
+    with pytest.raises(ConfigError, match=r"train\.steps=7 and train\.epochs=2\.0"):
+        lengths("", "train.steps=7", "train.epochs=2")
 
 
 def test_a_run_without_a_recipe_has_the_name_of_its_model_and_one_epoch():

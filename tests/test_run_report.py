@@ -185,7 +185,7 @@ def test_the_vectors_after_training_are_those_of_the_exported_step(ranks, worksh
     model = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
     assert after.values == pytest.approx(model.encode([text.text for text in sample.texts]), abs=2e-5)
     assert re.search(
-        r"weights of step 2 \(float32, compared with the encoder: largest difference \S+, allowed \S+\)",
+        r"weights of step 2 \(float32; compared with the encoder: largest difference \S+, allowed \S+\)",
         (tmp_path / "run" / "report.html").read_text(),
     )
 

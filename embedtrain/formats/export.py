@@ -101,7 +101,7 @@ class ExportResult:
         if self.difference is not None:
             assert self.tolerance is not None
             check = f"compared with the encoder: {describe_check(self.difference, self.tolerance)}"
-        return f"{str(self.dtype).removeprefix('torch.')}, {check}"
+        return f"{str(self.dtype).removeprefix('torch.')}; {check}"
 
 
 @dataclass(frozen=True, slots=True)

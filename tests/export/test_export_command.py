@@ -114,7 +114,7 @@ def test_an_unchecked_export_warns(workshop, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "check=false: " in output
     assert "reopening" not in output
-    assert "(float16, not checked)" in output
+    assert "(float16; not checked)" in output
     assert (tmp_path / "out" / "onnx" / "model.onnx").is_file()
 
 

@@ -103,6 +103,7 @@ def test_negatives_are_planned_as_they_are_drawn(tmp_path):
 def test_what_is_not_known_and_what_is_not_limited_is_said(tmp_path):
     page = call("plan", shape(XLMR_LARGE), *BATCH, "data.train=[gone/rows.jsonl]")
     assert "the rows are not here" in page
+    assert "at the length limit of 64 tokens; tokens_per_text=N" in page
     assert "one chunk has all 16,384 tokens of a GPU in a step" in page, page
     assert "largest that fits  any: one chunk with all 16,384 tokens" in page, page
     assert "communication that computation does not hide" in page
@@ -269,7 +270,7 @@ def test_a_search_of_many_documents():
     assert result["traffic"]["encode_seconds"] == pytest.approx(tokens * flops / 400e12, rel=0.01)
     assert result["traffic"]["search_seconds"] == pytest.approx(2 * 1e5 * local * 1024 / 40e12, rel=0.05)
     printed = call(*common, "index.scan_dtype=int8", "index.place=disk")
-    assert "1,000,000,000 documents of 128 tokens, 100,000 queries" in printed
+    assert "1,000,000,000 documents of 128 tokens, 100,000 queries" in printed and "limit" not in printed
     on_host = json.loads(call(*common, "--json"))
     assert not on_host["on_device"]
     assert on_host["memory"]["host_index"] == local * 4096

@@ -233,10 +233,6 @@ _TRAFFIC = {
     "embeddings": "embeddings",
 }
 _PICTURES = "documents are planned as pictures; a token of one counts {:.2f} in train.chunk_tokens, more if it is large"
-_UNKNOWN_ROWS = (
-    "the rows are not here: their negatives are those that data.train asks for; texts_per_row=N counts a query, its "
-    "positive and all negatives"
-)
 
 
 def _rows(labels: Mapping[str, str], candidates: Sequence[Mapping[str, float]]) -> list[list[str]]:
@@ -317,7 +313,7 @@ def _model(plan: "TrainingPlan") -> list[tuple[str, str]]:
             f"{work.rows:,} rows, {texts:,} {kind} of {work.tokens_per_text:,} tokens; {plan.local.texts:,} per GPU",
         ),
         *([] if work.picture_cost == 1.0 else [("", _PICTURES.format(work.picture_cost))]),
-        *([] if plan.knows_rows else [("", _UNKNOWN_ROWS)]),
+        *(("", sentence) for sentence in plan.assumptions),
     ]
 
 

@@ -88,6 +88,12 @@ class VocabularyHead:
         return -(-self.words // self.block_words)
 
 
+_UNKNOWN_ROWS = (
+    "the rows are not here: their negatives are those that data.train asks for; texts_per_row=N counts a query, its "
+    "positive and all negatives"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
     """A plan."""
@@ -96,7 +102,7 @@ class TrainingPlan:
     model: ModelSpec
     cluster: ClusterSpec
     work: StepWorkload  # its `activation_tokens` are the recipe's, or those that fit with `best`
-    knows_rows: bool  # whether `work.texts_per_row` is that of the files or of the options; else the least
+    assumptions: list[str]  # about texts and rows that are not known
     choice: LayoutChoice
     vocabulary_head: VocabularyHead | None  # of a sparse model
     largest_chunk: int | None  # largest `train.chunk_tokens` with which `best` fits; None: not even one text
@@ -125,7 +131,7 @@ class TrainingPlan:
         `recipe`; `model`: elements of all, trained, block, root and embedding weights, bytes of frozen weights by type;
         `cluster`; `work`, with one rank's part as `per_rank`; `chosen` and `next_best` (or null): layout, `reason`,
         `fits`, `memory` by kind in the peak `phase`, `host_memory` of a node by kind, `traffic`; `vocabulary_head` of a
-        sparse model (or null); `largest_chunk` (or null); `changes`: sentences.
+        sparse model (or null); `largest_chunk` (or null); `changes` and `assumptions`: sentences.
         """
         model, weights = self.model, self.model.weights
         return {
@@ -160,6 +166,7 @@ class TrainingPlan:
             "vocabulary_head": None if self.vocabulary_head is None else asdict(self.vocabulary_head),
             "largest_chunk": self.largest_chunk,
             "changes": self.changes,
+            "assumptions": self.assumptions,
         }
 
 
@@ -185,6 +192,15 @@ class PlannedModel:
     model: ModelSpec
     cluster: ClusterSpec
     tokens_per_text: int
+    is_limit: bool  # whether that is the length limit of the model, because `tokens_per_text` is not given
+
+    @property
+    def assumptions(self) -> list[str]:
+        """Says that every text is planned as the longest one, if it is."""
+        if not self.is_limit:
+            return []
+        limit = f"every text is planned at the length limit of {self.tokens_per_text:,} tokens"
+        return [f"{limit}; tokens_per_text=N plans with the mean of your texts"]
 
 
 def planned_model(recipe: Recipe, options: "PlanOptions") -> PlannedModel:
@@ -224,7 +240,7 @@ def planned_model(recipe: Recipe, options: "PlanOptions") -> PlannedModel:
         bandwidth_network=options.bandwidth_network * 1e9,
         flops=options.tflops * 1e12,
     )
-    return PlannedModel(encoder, model, cluster, length)
+    return PlannedModel(encoder, model, cluster, length, options.tokens_per_text is None)
 
 
 def plan(recipe: Recipe, options: "PlanOptions", *, mined: Mapping[Path, int] | None = None) -> TrainingPlan:
@@ -252,7 +268,7 @@ def plan(recipe: Recipe, options: "PlanOptions", *, mined: Mapping[Path, int] | 
         model=model,
         cluster=cluster,
         work=fitted,
-        knows_rows=texts_per_row is not None,
+        assumptions=[*planned.assumptions, *([_UNKNOWN_ROWS] if texts_per_row is None else [])],
         choice=choice,
         vocabulary_head=_vocabulary_head(model, fitted.per_rank(cluster.ranks), length) if has_vocabulary else None,
         largest_chunk=largest_chunk(model, layout, cluster, work, reduce_per_step=reduce_per_step),
@@ -408,6 +424,7 @@ class SearchPlan:
             "strategy": self.layout.strategy.value,
             "work": work,
             "fits": self.fits,
+            "assumptions": self.planned.assumptions,
             **self.costs.as_json(),
         }
 
@@ -460,6 +477,7 @@ def print_search_plan(page: Page, plan: SearchPlan) -> None:
             ("model", f"{model.name}, {model.weights.parameters:,} parameters, {vectors}"),
             ("hardware", f"{cluster.ranks:,} GPUs, {cluster.per_node} per node; {plan.layout.strategy.value}"),
             ("texts", f"{work.documents:,} documents of {work.tokens_per_text:,} tokens, {work.queries:,} queries"),
+            *(("", sentence) for sentence in plan.planned.assumptions),
             ("index", f"vectors in {index.dtype.value}{copy}; a search reads them {place}"),
         ]
     )

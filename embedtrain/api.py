@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
+from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
 from embedtrain.commands.plan import make_plan
 from embedtrain.commands.search import Hit, answers
@@ -35,6 +36,7 @@ from embedtrain.config.compose import compose_command, compose_recipes
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.help import keywords, python_options
 from embedtrain.config.hydra_files import choices
+from embedtrain.config.names import check_reranker_loss, unknown_loss
 from embedtrain.config.paths import require_models, require_recipe_paths, require_run, require_sets, require_sources
 from embedtrain.config.recipe import DataConfig, Recipe
 from embedtrain.config.validation import OptionChecks
@@ -317,7 +319,7 @@ def train(
         config_dir: a folder whose `recipe/NAME.yaml` are further recipes.
         options, more: all other options of a recipe, listed below. `model` may be a path or a Hub id. Values are exact:
             `${` in a text has no meaning.
-        quiet: print nothing on standard output.
+        quiet: print nothing on standard output; warnings go to Python's `warnings`.
 
     Returns:
         TrainResult, with `output_dir`, `model_dir`, `step`, `has_trained`, `metrics`, `metrics_before` and `history`.
@@ -344,7 +346,7 @@ def train(
             arguments += ["--config-dir", fspath(config_dir)]
         (composed,) = compose_recipes(arguments)
         with training_world(composed) as world:
-            _write(memory, composed.output_dir, world)
+            _write(memory, composed.output_dir, world, RunDirectory(Path(composed.output_dir)).recipe)
             require_recipe_paths(composed)
             trained = run_training(composed, world, signals)
     directory = Path(composed.output_dir)
@@ -369,7 +371,7 @@ def evaluate(
         sets: as `evaluation` of `train`.
         options, more: other options of the command, listed below. `function` may be a function of your own that
             measures the model.
-        quiet: print nothing on standard output.
+        quiet: print nothing on standard output; warnings go to Python's `warnings`.
 
     Returns:
         Metrics, a dict: set -> metric -> value.
@@ -414,7 +416,7 @@ def mine(
         corpus: further documents to search: a path, a mapping of options of `DataPath`, a list of these, or documents
             in memory as in `search`.
         options, more: other options of the command, listed below.
-        quiet: print nothing on standard output.
+        quiet: print nothing on standard output; warnings go to Python's `warnings`.
 
     Returns:
         MineResult, with the `files` of mined rows and a `summary`.
@@ -448,7 +450,7 @@ def filter(
         output_dir: a folder for the rows; the same call resumes.
         corpus: further documents to rank among, as in `mine`.
         options, more: other options of the command, listed below.
-        quiet: print nothing on standard output.
+        quiet: print nothing on standard output; warnings go to Python's `warnings`.
 
     Returns:
         FilterResult, with the `files` of kept rows and a `summary`.
@@ -478,7 +480,7 @@ def split(
         data: as `data` of `train`.
         output_dir: a folder for `train.jsonl` and `dev/`, which must not exist in it.
         options, more: other options of the command, listed below.
-        quiet: print nothing on standard output.
+        quiet: print nothing on standard output; warnings go to Python's `warnings`.
 
     Returns:
         SplitResult, with the `files` of training rows, the set `dev`, and a `summary`.
@@ -511,7 +513,7 @@ def search(
         corpus: a path, or documents: `{id: text}`, rows with `id` and `text`, a DataFrame, a Dataset.
         queries: texts.
         options, more: other options of the command, listed below.
-        quiet: print nothing on standard output.
+        quiet: print nothing on standard output; warnings go to Python's `warnings`.
 
     Returns:
         Of each query its `top_k` best documents: a list of hits with `score`, `id` and `text`.
@@ -547,7 +549,7 @@ def plan(
         recipe: as in `train`.
         config_dir: as in `train`.
         options, more: the hardware and what is planned, and all options of a recipe, listed below.
-        quiet: print nothing on standard output.
+        quiet: print nothing on standard output; warnings go to Python's `warnings`.
 
     Returns:
         PlanResult: `fits`, `summary`, and the tables as `text`.
@@ -590,7 +592,7 @@ def synthesize(
         output_dir: a folder for the rows and all answers; the same call resumes.
         writer: options of the language model: `model`, `backend`, `url`, `key_env`, ...
         options, more: other options of the command, listed below.
-        quiet: print nothing on standard output.
+        quiet: print nothing on standard output; warnings go to Python's `warnings`.
 
     Returns:
         SynthesizeResult, with the file `rows` and a `summary`.
@@ -635,7 +637,7 @@ def export(
         output_dir: default: `model/` in the run's directory.
         sets: as `evaluation` of `train`: the graphs of `formats=["onnx", ...]` are measured on them.
         options, more: other options of the command, listed below, such as `adapters` instead of `run`.
-        quiet: print nothing on standard output.
+        quiet: print nothing on standard output; warnings go to Python's `warnings`.
 
     Returns:
         The model directory.
@@ -807,13 +809,24 @@ def _loss(value: Any) -> dict[str, Any]:
     if isinstance(value, type) and issubclass(value, Loss):
         return {"loss": {"name": "custom", "path": value}}
     if isinstance(value, Mapping):
+        _reject_other_library(value.get("path"))
         return {"loss": {"name": "custom", **value} if "path" in value else value}
+    _reject_other_library(value)
     if not isinstance(value, str):
         raise ConfigError(
             f"loss={value!r}: must be the name of a loss, a mapping of its options with `name`, or a subclass of "
             "embedtrain.losses.types.Loss"
         )
     return {"loss": value}
+
+
+def _reject_other_library(loss: Any) -> None:
+    """Name our loss for a loss of sentence-transformers, a class or an object."""
+    kind = loss if isinstance(loss, type) else type(loss)
+    if kind.__module__.startswith("sentence_transformers."):
+        if ".cross_encoder." in kind.__module__:
+            check_reranker_loss(kind.__name__)
+        raise ConfigError(unknown_loss("loss", kind.__name__))
 
 
 def _with_code_paths(value: Any) -> Any:
@@ -856,8 +869,11 @@ def _take_from_memory(flat: dict[str, Any], memory: InMemoryData, names: Mapping
             flat[option] = memory.sources(flat[option], option, name)
 
 
-def _write(memory: InMemoryData, output_dir: str, world: World) -> None:
-    """Put data in memory at its place, on rank 0; the same error on every rank if the ranks hold different rows."""
+def _write(memory: InMemoryData, output_dir: str, world: World, record: Path | None = None) -> None:
+    """Put data in memory at its place, on rank 0; the same error on every rank if the ranks hold different rows.
+
+    `record` is that of `InMemoryData.write`.
+    """
     held = world.gather(sorted(memory.digests))
     other = next((rank for rank, names in enumerate(held) if names != held[0]), None)
     if other is not None:
@@ -867,7 +883,7 @@ def _write(memory: InMemoryData, output_dir: str, world: World) -> None:
         )
     with world.fail_together("writing data of the program"):
         if world.is_main:
-            memory.write(Path(output_dir))
+            memory.write(Path(output_dir), record)
 
 
 def _check_encoder(options: EncoderOptions) -> EncoderOptions:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
 from decimal import Decimal
@@ -33,6 +34,7 @@ from datasets import Dataset, DatasetDict
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 
 import embedtrain.commands.evaluate
 import embedtrain.commands.mine
@@ -45,7 +47,7 @@ from embedtrain.data.in_memory import InMemoryData
 from embedtrain.distributed.sharding import compile_blocks
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, DataError, EmbedtrainError
+from embedtrain.errors import ConfigError, DataError, EmbedtrainError, TrainingError
 from embedtrain.tracking.metrics import read_metrics
 from tests.commands import TORCHRUN
 from tests.conftest import ROOT
@@ -234,6 +236,10 @@ trained = train("minilm", data="a.jsonl", optim={"lr": 1e-4}, train={"steps": 5}
 reveal_type(trained.metrics["dev"]["ndcg@10"])
 reveal_type(search(trained, "corpus", ["a"])[0][0].id)
 reveal_type(evaluate(trained, precision="bf16")["dev"])
+with load_encoder(trained) as encoder:
+    reveal_type(encoder.encode_queries(["a"]))
+    reveal_type(encoder.encode("a", convert_to_tensor=True))
+    reveal_type(encoder.encode(["a"], output_value="lexical_weights"))
 train(optim={"lrate": 1e-4})
 train(trian={"steps": 5})
 evaluate(trained, precision="fp31")
@@ -247,6 +253,7 @@ def test_type_checkers_know_results_and_options(tmp_path):
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
+    assert re.search(r'"numpy\.ndarray\[.*float.*32.*"torch.*Tensor".*"Any"', done.stdout, re.S), done.stdout
     for expected in ('"float"', '"str"', '"dict[str, float]"', '"lrate"', '"trian"', "\"Literal['fp31']\""):
         assert expected in done.stdout.replace("builtins.", ""), done.stdout + done.stderr
     assert done.stdout.count(": error:") == 3
@@ -412,8 +419,9 @@ def test_script_under_torchrun(model, tmp_path):
         ({"evaluation": {"queries": {}, "corpus": {}, "qrels": {"q": "d"}}}, r"qrels of query 'q'"),
         ({"data": "missing.jsonl"}, r"missing\.jsonl"),
         ({"loss": "infonse"}, r"loss=infonse"),
+        ({"loss": CoSENTLoss}, r"loss=CoSENTLoss: write loss=cosent"),
     ],
-    ids=["option", "missing", "date", "row", "source", "group", "corpus", "qrels", "path", "loss"],
+    ids=["option", "missing", "date", "row", "source", "group", "corpus", "qrels", "path", "loss", "class"],
 )
 def test_errors_are_those_of_the_command(model, tmp_path, options, message):
     arguments = {"data": rows(), "train.steps": 1, "model.pooling": "mean"} | options
@@ -426,6 +434,41 @@ def test_errors_are_those_of_the_command(model, tmp_path, options, message):
 def read_once(rows: list[dict[str, str]]) -> Any:
     """The rows for one reader: a second one would find none."""
     yield from rows
+
+
+def test_a_call_that_fails_leaves_no_rows_but_those_of_a_run(model, tmp_path):
+    given = {"data": rows(), "evaluation": DEV, "model": model, "quiet": True}
+    with pytest.raises(ConfigError, match="max_length=1000"):
+        train(**given, options=OPTIONS | {"model.max_length": 1000}, output_dir=tmp_path / "run")
+    assert not (tmp_path / "run" / "data").exists()
+    unclear = [{"x": "a", "y": "b", "z": "c"}]
+    with pytest.raises(DataError, match="columns x, y, z"):
+        evaluate(model, unclear, pooling="mean", output_dir=tmp_path / "evaluate", quiet=True)
+    with pytest.raises(DataError, match="x, y, z"):
+        mine(model, unclear, tmp_path / "mined", pooling="mean", quiet=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]  # with the file of its lock
+    with pytest.raises(TrainingError, match="not finite"):
+        train(**given, options=OPTIONS | {"optim.lr": 1e30}, output_dir=tmp_path / "run")
+    (kept,) = (tmp_path / "run" / "data").glob("rows-*")  # recipe.yaml names it
+    with pytest.raises(ConfigError, match="max_length=1000"):
+        train(**given | {"data": rows(20)}, options=OPTIONS | {"model.max_length": 1000}, output_dir=tmp_path / "run")
+    assert list((tmp_path / "run" / "data").glob("rows-*")) == [kept]
+
+
+def test_warnings_of_a_quiet_call_are_those_of_python(model, tmp_path, capsys):
+    """Columns whose order was taken for their roles are seen also where nothing is printed."""
+    ordered = [{"deu": row["query"], "eng": row["positive"]} for row in rows()]
+    options = OPTIONS | {"train": {"steps": 1, "global_batch_size": 10}, "evaluation.at_start": False}
+    with pytest.warns(UserWarning, match="deu = query, eng = positive") as caught:
+        train(data=ordered, model=model, options=options, output_dir=tmp_path / "run", quiet=True)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        source = {"rows": ordered, "columns": ["deu", "eng"]}
+        train(data=source, model=model, options=options, output_dir=tmp_path / "named", quiet=True)
+    assert not capsys.readouterr().out
+    with pytest.warns(UserWarning, match="deu = query, eng = positive"):
+        mine(model, ordered, tmp_path / "mined", pooling="mean", negatives=1, quiet=True)
 
 
 def test_data_in_memory_is_read_once_and_repaired(tmp_path):

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import gc
-import io
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.world import PROCESS_USE, World, forget_destroyed_groups, joined_world
 from embedtrain.inference.loading.load import QUIET_LOGGERS
 from embedtrain.utils.limits import explain_limits
+from embedtrain.utils.streams import NoOutput
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def own_process_state(name: str, *, quiet: bool) -> Iterator[None]:
 
     The environment, the hook for errors, torch's random state and settings of compilation, warnings, the verbosity of
     libraries, Hydra's state and the CUDA device are restored, and process groups that the block has left are freed. A
-    `quiet` block prints nothing on standard output. A ConfigError if another thread runs one.
+    `quiet` block prints nothing, and gives its warnings to Python. A ConfigError if another thread runs one.
     """
     with PROCESS_USE.of_call(name, may_wait=False), _restored_state(quiet=quiet):
         yield
@@ -49,7 +49,7 @@ def _restored_state(*, quiet: bool) -> Iterator[None]:
         stack.enter_context(own_hydra_state())
         stack.enter_context(explain_limits())
         if quiet:
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(contextlib.redirect_stdout(NoOutput()))
         try:
             set_ranks_from_srun(os.environ)
             ignore_accelerate_environment()

@@ -155,6 +155,7 @@ def _read_rows(options: VectorsOptions, output_dir: Path, world: "World", consol
         cache.verification.wait()
     for store in stores:
         console.note(str(store.report))
+        console.warn(*store.report.warnings())
     return stores
 
 

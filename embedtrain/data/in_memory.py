@@ -44,7 +44,8 @@ _KEYS = {"path", "rows", "queries", "corpus", *_JUDGEMENTS}
 class InMemoryData:
     """Converts data in memory to options with a path, and puts the files at these paths.
 
-    A context manager, which removes what it has not put at its place.
+    A context manager, which removes what it has not put at its place. After an error it removes the files that it has
+    put there as well, since the same call puts them there again.
 
     Args:
         folder: where the files will be; default: the output_dir of the command.
@@ -60,15 +61,37 @@ class InMemoryData:
         self._near, self._keeps = folder or near, keeps
         self._temporary: TemporaryDirectory[str] | None = None
         self._pictures = _Pictures(self._place)
+        self._new: list[Path] = []  # files that `write` has put at their place
+        self._record: Path | None = None
+        self._is_new_folder = False
 
     def __enter__(self) -> Self:
         """The data itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Remove the temporary files."""
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Remove the temporary files, and after an error the others."""
         if self._temporary is not None:
             self._temporary.cleanup()
+        if error is not None:
+            self._remove_new()
+
+    def _remove_new(self) -> None:
+        """Remove the files that `write` has put at their place, and the folders that are empty without them."""
+        try:
+            recorded = "" if self._record is None else self._record.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            recorded = ""
+        tops = {file: file.parts[-file.parts[::-1].index(FOLDER)] for file in self._new}  # in `FOLDER`
+        keeps_pictures = any(top != _IMAGES and top in recorded for top in tops.values())
+        for file, top in tops.items():
+            if keeps_pictures if top == _IMAGES else top in recorded:
+                continue
+            with contextlib.suppress(OSError):  # the error that ends the call says more
+                file.unlink(missing_ok=True)
+                for folder in file.parents[: file.parts[::-1].index(FOLDER) + self._is_new_folder]:
+                    folder.rmdir()  # an error if it holds other files
+        self._new.clear()
 
     def sources(self, value: Any, option: str, name: str = "rows") -> list[Any]:
         """Elements of a list option such as `data.train` or `sets`, with a path instead of rows.
@@ -104,19 +127,25 @@ class InMemoryData:
         (source,) = self.sources(value, option, "corpus")
         return source["path"]
 
-    def write(self, output_dir: Path) -> None:
-        """Put the files that are missing, or have another content, at their place; on one rank, once."""
+    def write(self, output_dir: Path, record: Path | None = None) -> None:
+        """Put the files that are missing, or have another content, at their place; on one rank, once.
+
+        `record` is a file that names the data of a run. What it names is left at its place after an error.
+        """
+        self._record, self._is_new_folder = record, not output_dir.exists()
         written = self._place(_IMAGES)
         assert written is not None, "keeps is False"
         for file in written.glob("*"):  # their names are checksums
             target = output_dir / FOLDER / _IMAGES / file.name
             if not target.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
+                self._new.append(target)
                 _move(file, target)
         for name, digest in self.digests.items():
             target = output_dir / FOLDER / name
             if not target.is_file() or target.is_symlink() or _file_digest(target) != digest:
                 target.parent.mkdir(parents=True, exist_ok=True)
+                self._new.append(target)
                 _move(written.parent / name, target)
 
     def _element(self, element: Any, option: str, name: str) -> Any:

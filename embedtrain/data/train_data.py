@@ -275,6 +275,11 @@ class TrainData:
         return sum(len(store) for store in self.stores)
 
     @property
+    def warnings(self) -> list[str]:
+        """What may be a mistake in the sources."""
+        return [warning for store in self.stores for warning in store.report.warnings()]
+
+    @property
     def names(self) -> list[str]:
         """The sources' names."""
         return [store.report.name for store in self.stores]

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Literal, Protocol, Self, cast, overload
 
 import numpy as np
 import torch
@@ -33,6 +33,54 @@ from embedtrain.tracking.console import Console
 _PARTS = {"image", "text"}
 
 
+class _Encode(Protocol):
+    """`encode` and its variants for type checkers: the types are those of a model with one vector per text."""
+
+    @overload
+    def __call__(
+        self,
+        inputs: str | Iterable[Any],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        *,
+        task: str | None = None,
+        output_value: None = None,
+        precision: Literal["float32"] | None = "float32",
+        convert_to_numpy: Literal[True] | None = None,
+        convert_to_tensor: Literal[False] = False,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        show_progress_bar: bool | None = None,
+        batch_size: int = 32,
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def __call__(
+        self,
+        inputs: str | Iterable[Any],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        *,
+        output_value: None = None,
+        convert_to_tensor: Literal[True],
+        **options: Any,
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self, inputs: Any, prompt_name: str | None = None, prompt: str | None = None, **options: Any
+    ) -> Any: ...
+
+
+class _EncodeMethod(Protocol):
+    def __get__(self, instance: Any, owner: type | None = None) -> _Encode: ...
+
+
+def _encodes(method: Callable[..., Any]) -> _EncodeMethod:
+    """The method itself; type checkers know what it returns."""
+    return cast(_EncodeMethod, method)
+
+
 class SentenceTransformersAdapter:
     """A SentenceEncoder for evaluators that call `model.encode` and similar methods.
 
@@ -49,6 +97,7 @@ class SentenceTransformersAdapter:
         self.model_card_data = _NoModelCard()
         self.similarity_fn_name = encoder.score.name
 
+    @_encodes
     def encode(
         self,
         inputs: str | Sequence[str],
@@ -105,6 +154,7 @@ class SentenceTransformersAdapter:
             return vectors[0]
         return vectors if convert_to_tensor or convert_to_numpy else list(vectors)
 
+    @_encodes
     def encode_query(
         self, inputs: str | Sequence[str], prompt_name: str | None = None, prompt: str | None = None, **options: Any
     ) -> Any:
@@ -112,6 +162,7 @@ class SentenceTransformersAdapter:
         options = {"task": "query"} | options
         return self.encode(inputs, prompt_name or (None if prompt is not None else "query"), prompt, **options)
 
+    @_encodes
     def encode_document(
         self, inputs: str | Sequence[str], prompt_name: str | None = None, prompt: str | None = None, **options: Any
     ) -> Any:
@@ -233,6 +284,7 @@ class TextEncoder(SentenceTransformersAdapter):
         self._finalizer = weakref.finalize(self, close)
         self._finalizer.atexit = False
 
+    @_encodes
     def encode(self, *args: Any, show_progress_bar: bool | None = None, **options: Any) -> Any:
         """`SentenceTransformersAdapter.encode` in one thread at a time; a ConfigError after `close`.
 
@@ -257,10 +309,12 @@ class TextEncoder(SentenceTransformersAdapter):
                 raise ConfigError("encode: this encoder is closed; load the model again with load_encoder")
             yield
 
+    @_encodes
     def encode_queries(self, texts: str | Sequence[str], **options: Any) -> Any:
         """`encode` with the model's prompt of queries."""
         return self.encode_query(texts, **options)
 
+    @_encodes
     def encode_documents(self, texts: str | Sequence[str], **options: Any) -> Any:
         """`encode` with the model's prompt of documents."""
         return self.encode_document(texts, **options)

@@ -149,6 +149,7 @@ def _open(options: RowSearchOptions, world: World, console: Console) -> tuple[_O
         know_corpus_pictures(corpus, cache)
     for source in sources:
         console.note(str(source.store.report))
+        console.warn(*source.store.report.warnings())
     identity_of_model = model_identity(model, precision, world)
     identity_of_teacher = None if teacher is None else model_identity(teacher.source, precision, world)
     with world.fail_together("reading corpora"):

@@ -23,7 +23,7 @@ from rich.text import Text
 from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.pages import EvaluationTable, Results, VectorTable, standard_output, vector_rows, without_forms
 from embedtrain.utils.formatting import format_count, format_duration, mask_passwords, printable
-from embedtrain.utils.streams import SafeStream
+from embedtrain.utils.streams import NoOutput, SafeStream, warn_caller
 
 WAIT_METRICS = ("data_wait", "communication")
 # Ranks of metrics: the loss returns others than its value and `accuracy`; diagnostics are printed on request.
@@ -359,8 +359,10 @@ class Console:
         self._print(Text(printable(mask_passwords(text))))
 
     def warn(self, *texts: str) -> None:
-        """Print warnings."""
+        """Print warnings; without a standard output (`quiet`), give them to Python's `warnings`."""
         for text in texts:
+            if self._enabled and isinstance(sys.stdout, NoOutput):
+                warn_caller(printable(mask_passwords(text)))
             self._print(Text.assemble(("warning: ", "bold yellow"), printable(mask_passwords(text))))
 
     @contextlib.contextmanager

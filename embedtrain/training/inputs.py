@@ -290,6 +290,7 @@ def read_inputs(run: Run) -> RunInputs:
             f"evaluation and export use all {source.dimension}"
         )
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
+    run.console.warn(*data.warnings)
     run.note([first_stage_note(loaded) for loaded in sets if loaded.first_stage_metrics is not None])
     return RunInputs(source, base_digest, cache, data, losses, path, sets, function, best_metric, length)
 

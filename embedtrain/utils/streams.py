@@ -5,7 +5,9 @@ import io
 import os
 import re
 import sys
+import warnings
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TextIO, cast
 
 from embedtrain.utils.formatting import printable
@@ -15,6 +17,7 @@ _GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET)
 # What progress bars of libraries write in calls of their own: to the start of the line, lines up, delete the line.
 _CURSOR = re.compile(r"(?:\r|\n|\x1b\[Am?|\x1b\[2?K)+")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_PACKAGE = __name__.partition(".")[0]
 _DESCRIPTORS = 3  # of standard input, output and error
 
 
@@ -95,6 +98,26 @@ class SafeStream(io.TextIOBase):
         self._target.stream = None
         if isinstance(error, OSError) and error.errno not in _GONE:
             self._target.error = error
+
+
+class NoOutput(io.TextIOBase):
+    """Standard output of a call with `quiet=True`: drops what is printed. Warnings go to Python's `warnings`."""
+
+    def write(self, text: str) -> int:
+        """Drop `text`."""
+        return len(text)
+
+
+def warn_caller(text: str) -> None:
+    """A UserWarning at the line of the program that has called this package."""
+    frame: FrameType | None = sys._getframe(1)
+    caller = frame
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
+            caller = frame.f_back or frame
+        frame = frame.f_back
+    assert caller is not None
+    warnings.warn_explicit(text, UserWarning, caller.f_code.co_filename, caller.f_lineno)
 
 
 def protect_standard_streams() -> None:

@@ -10,6 +10,7 @@ from embedtrain.config.recipe import TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.images.item import chunks_of
 from embedtrain.data.rows import Example
+from embedtrain.data.sources.column_layouts import BY_ORDER
 from embedtrain.data.sources.parts import SourcePart
 from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import ConfigError
@@ -250,6 +251,12 @@ class SourceReport:
         if self.cached:
             parts.append("cached")
         return "; ".join(parts)
+
+    def warnings(self) -> list[str]:
+        """What may be a mistake: the order of columns whose names do not say which is the query."""
+        if f" {BY_ORDER};" not in self.layout:
+            return []
+        return [f"{self.name}: no name says which column is the query, so the first is: {self.layout}"]
 
     def negative_counts(self) -> NegativeCounts:
         """The numbers of negatives that a step uses."""

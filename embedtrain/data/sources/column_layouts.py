@@ -191,6 +191,7 @@ def _reject_unpaired(source: TrainSource, row: dict[str, Any]) -> None:
         )
 
 
+BY_ORDER = "(by order"  # in the description of such columns
 _BEGINS_LIST = "[ \t\n"  # characters with which a cell begins that may hold a list
 
 
@@ -233,7 +234,7 @@ class Columns(RowLayout):
             parts.append(f"{self.score} = {use}")
         if self.prompt is not None:
             parts.append(f"{self.prompt} = instruction")
-        how = f" (by {'name' if self.by_name else 'order'}; override: columns=[QUERY,POSITIVE,...]"
+        how = f" {'(by name' if self.by_name else BY_ORDER}; override: columns=[QUERY,POSITIVE,...]"
         if self.unused_prompt is not None:  # it may be the prompt that wrote the query
             roles = f"query: {first}, positive: {next(iter(others), '')}, prompt: {self.unused_prompt}"
             how += f"; if {self.unused_prompt} is an instruction for the query: columns={{{roles}}}"

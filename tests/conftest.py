@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ import pytest
 from tests.pretend_cuda.library import CannotBuild, build_library, open_device
 from tests.ranks import RankPool
 
+# Compiled modules are kept: each of the many processes of the tests would compile the package for two seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,6 +49,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; with one, run `make test-gpu` (other commands hide it)")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`@pytest.mark.quick(ID, ...)` on a parametrized test: all its cases but those of these ids are slow."""
+    quick = item.get_closest_marker("quick")
+    if quick is not None and item.callspec.id not in quick.args:  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a name that `@pytest.mark.quick` gives and no case has: nothing of the test might be quick."""
+    cases: dict[str, tuple[set[str], set[str]]] = {}
+    for item in items:
+        if (quick := item.get_closest_marker("quick")) is not None:
+            test, _, name = item.nodeid.partition("[")
+            cases.setdefault(test, (set(quick.args), set()))[1].add(name.removesuffix("]"))
+    for test, (named, known) in cases.items():
+        if len(known) > 1 and named - known:  # one case, if the command names it
+            raise pytest.UsageError(f"{test}: @pytest.mark.quick names no case {sorted(named - known)}")
 
 
 def pytest_collection_finish() -> None:

@@ -116,6 +116,7 @@ COVERED = (
 )
 
 
+@pytest.mark.quick("qwen3", "own_code")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in COVERED else name for name in CASES]
 )

@@ -93,6 +93,7 @@ def test_recorded_products_have_the_operations_of_the_step() -> None:
     assert [(a.shape, b.shape) for a, b in evaluated.factors] == [((21, 32), (32, 64))]
 
 
+@pytest.mark.quick("ListNet")
 @pytest.mark.parametrize("compared", reranking.LOSSES, ids=lambda compared: compared.name)
 def test_a_reranker_takes_the_steps_of_sentence_transformers(
     ranks: Any, tmp_path: Path, compared: reranking.Compared

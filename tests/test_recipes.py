@@ -146,6 +146,7 @@ def test_the_sources_of_values_are_named(name):
     assert recipe.parallel.block_class is None
 
 
+@pytest.mark.quick("siglip2", "bge_m3")
 @pytest.mark.parametrize("name", slow_but(PLANNED, [*MODELS, *RERANKERS, *LATE_INTERACTION, *M3, *SPARSE, *IMAGE_TEXT]))
 def test_a_recipe_is_planned(name):
     """For one node of 80 GB GPUs, in the model's real size: it fits, and has as many parameters as published."""

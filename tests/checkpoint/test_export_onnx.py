@@ -44,6 +44,7 @@ def session_vectors(directory: Path, texts: list[str], pooling: Pooling) -> np.n
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
+@pytest.mark.quick("bert", "qwen3")
 @pytest.mark.parametrize(
     "architecture",
     [name if name in _ALWAYS_TESTED else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES],
@@ -74,6 +75,7 @@ def session_scores(directory: Path, queries: list[str], documents: list[str]) ->
     return scores[:, 0]
 
 
+@pytest.mark.quick("bert", "qwen3")
 @pytest.mark.parametrize("architecture", _ALWAYS_TESTED)
 def test_the_graph_of_a_cross_encoder_contains_its_head(tmp_path, architecture):
     """One by one and padded; BERT with token types."""

@@ -86,6 +86,7 @@ def fail_saves(world: World, root: Path, asynchronous: bool, layout: CheckpointL
     return errors
 
 
+@pytest.mark.quick("True-sharded-1", "False-full-1")
 @pytest.mark.parametrize(
     ("asynchronous", "layout", "rank"),
     [

@@ -186,6 +186,7 @@ def fails(world: World, cause: str, rank: int) -> list[str]:
     return sentences
 
 
+@pytest.mark.quick("break-graph_break")
 @pytest.mark.parametrize(
     ("cause", "reason"),
     [

@@ -196,6 +196,7 @@ def test_selective_recomputation_computes_no_product_twice(architecture, packed)
     assert full.total() > plain.total()
 
 
+@pytest.mark.quick("qwen3-True-dtype1", "modernbert-True-dtype3")
 @pytest.mark.parametrize(
     ("architecture", "packed", "dtype"),
     [

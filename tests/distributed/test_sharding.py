@@ -228,6 +228,7 @@ def memory_options(world: World, model: ModelConfig) -> None:
         sharding.LARGE_EMBEDDING = limit
 
 
+@pytest.mark.quick("xlm-roberta")
 @pytest.mark.parametrize("name", ["xlm-roberta", "llama"])
 def test_memory_options_change_nothing(ranks, tmp_path, name):
     small = small_model(name)

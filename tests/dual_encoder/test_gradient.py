@@ -96,6 +96,7 @@ def sharded_gradient(
     return output.local_loss.item(), grads, [[chunk.tower, not chunk.is_dummy] for chunk in local.chunks]
 
 
+@pytest.mark.quick("4-hsdp-9-auto", "3-fsdp-2-auto")
 @pytest.mark.parametrize(
     ("world_size", "strategy", "num_rows", "attention"),
     [

@@ -49,6 +49,7 @@ def reads_per_block(world: World) -> tuple[dict[str, int], int]:
     return dict(reads), count
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_host_waits_once_per_block(cuda_ranks, size):
     for reads, count in cuda_ranks(size, reads_per_block):
@@ -69,6 +70,7 @@ def search(world: World, placement: VectorPlacement) -> tuple[torch.Tensor, ...]
     return tuple(values.cpu() for values in (vectors, ranking.scores, ranking.documents, scores))
 
 
+@pytest.mark.quick("device")
 @pytest.mark.parametrize("placement", [VectorPlacement.device, VectorPlacement.host])
 def test_search_on_a_device_gives_what_it_gives_on_the_cpu(ranks, cuda_ranks, placement):
     expected: Any = ranks(2, search, placement)

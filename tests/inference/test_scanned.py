@@ -71,6 +71,7 @@ def check(ranks, queries, documents, k, config, sizes=(1, 2, 3), limit=None):
     return count
 
 
+@pytest.mark.quick("auto-bf16-int8", "auto-fp32-bf16", "host-fp32-fp16")
 @pytest.mark.parametrize(
     "config", CONFIGS, ids=lambda config: f"{config.place.value}-{config.dtype.value}-{config.scan_dtype.value}"
 )

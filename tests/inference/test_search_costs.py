@@ -113,6 +113,13 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.quick(
+    "3-fp32-None-disk",
+    "2-fp32-ScanDtype.int8-auto",
+    "3-fp32-ScanDtype.bf16-disk",
+    "3-bf16-None-auto",
+    "1-fp32-None-auto",
+)
 @pytest.mark.parametrize(
     "config", CONFIGS, ids=lambda config: f"{config.dtype.value}-{config.scan_dtype}-{config.place.value}"
 )

@@ -202,6 +202,7 @@ def from_scratch(world: World, model: ModelConfig) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.quick("gemma3_text")
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "gemma3_text"])
 def test_random_weights_are_the_same_on_any_number_of_ranks(ranks, architecture):
     """With a hidden size of 32, and XLM-R's table of token types, of one row, sharded over three ranks."""

@@ -182,6 +182,7 @@ def followed(config: DistillEmbeddingsConfig):
     return textbook
 
 
+@pytest.mark.quick("some/teacher-False-cosine", "None-False-l2", "some/teacher-True-mse", "some/teacher-True-l2")
 @pytest.mark.parametrize("distance", EmbeddingDistance)
 @pytest.mark.parametrize(("teacher", "project"), [(None, False), ("some/teacher", False), ("some/teacher", True)])
 def test_distill_embeddings(ranks, distance, teacher, project):

@@ -230,6 +230,7 @@ def test_textbook(ranks, name):
     check_all(ranks, [Case(chosen, batch, textbook(chosen)) for chosen in implementations], only=[0, 2, 4, 7])
 
 
+@pytest.mark.quick("ring", "plain")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_distribution_of_rows(ranks, implementation):
     chosen = config(implementation=implementation, directions=ALL_DIRECTIONS, learn_temperature=True)

@@ -160,6 +160,7 @@ def run(
     return results
 
 
+@pytest.mark.quick("30")
 @pytest.mark.parametrize("cells", [0, 30])
 def test_formula_on_ranks(ranks, cells):
     batch = m3_batch()

@@ -41,6 +41,7 @@ def infonce(**options):
     return InfoNCEConfig(temperature=0.7, learn_temperature=True, **options)
 
 
+@pytest.mark.quick("ring", "plain")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_infonce(ranks, implementation):
     cases = [
@@ -127,6 +128,7 @@ def test_distillation(ranks):
     check_tokens(ranks, cases, token_batch())
 
 
+@pytest.mark.quick("1", "4")
 @pytest.mark.parametrize("top_k", [1, 4, 1000])
 def test_xtr(ranks, top_k):
     """The tokens of all ranks' documents are retrieved; with more than there are, it is MeanMaxSim."""

@@ -144,6 +144,7 @@ def test_weights_of_parts(models, tmp_path):
     assert not list(tmp_path.glob("no*"))
 
 
+@pytest.mark.quick("ties")
 @pytest.mark.parametrize("method", ["slerp", "ties"])
 def test_bytes_are_the_same_on_three_ranks(ranks, models, tmp_path, method):
     more = ["method=ties", f"base={models[0]}"] if method == "ties" else ["method=slerp", "max_file_size=40KB"]

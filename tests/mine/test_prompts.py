@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("include_prompt", [True, False])
 def test_prompts_equal_those_of_training(ranks, folder, include_prompt):
     pooling = folder / "model" / "guide" / "1_Pooling" / "config.json"

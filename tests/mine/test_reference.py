@@ -74,6 +74,7 @@ def mined(ranks, folder, to, size, **options):
     return [read_jsonl(folder / to / f"{name}.jsonl") for name in ("first", "second")]
 
 
+@pytest.mark.quick("cross-options5-same5", "margins-options1-same1", "plain-options0-same0")
 @pytest.mark.parametrize(
     ("to", "options", "same"),
     [

@@ -67,6 +67,7 @@ def assert_same(actual, reference):
         assert positive is None or score == pytest.approx(positive, abs=2e-6)
 
 
+@pytest.mark.quick("plain-options0-same0", "limits-options3-same3")
 @pytest.mark.parametrize(
     ("to", "options", "same"),
     [

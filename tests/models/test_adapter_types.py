@@ -131,6 +131,7 @@ def workshop(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick("vera")
 @pytest.mark.parametrize("case", EACH)
 def test_run_is_resumed_and_exported(ranks, workshop, tmp_path, case):
     """Trained on 2 ranks, resumed on 3; PEFT opens the adapter, and its vectors are those of the merged export.

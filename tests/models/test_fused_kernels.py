@@ -190,6 +190,7 @@ def compared_in_torch(world: World, model: ModelConfig, changes: dict[str, Any])
         compared(world, model, changes)
 
 
+@pytest.mark.quick("padded, recomputed between products-llama", "packed-gemma3_text", "packed-qwen3")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", ["packed", "padded, recomputed between products"])
 def test_gradients_are_those_of_the_modules(ranks, family, way):
@@ -197,6 +198,7 @@ def test_gradients_are_those_of_the_modules(ranks, family, way):
     ranks(1, compared_in_torch, replace(small_model(family), **model), changes)
 
 
+@pytest.mark.quick("adapters-qwen3", "recomputed between products-llama", "padded-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("way", ["padded", "recomputed", "recomputed between products", "adapters"])
 def test_gradients_in_every_way_of_a_pass(ranks, family, way):

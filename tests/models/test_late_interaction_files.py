@@ -59,6 +59,7 @@ def st_dir(tmp_path: Path) -> Path:
     return tmp_path / "st"
 
 
+@pytest.mark.quick("bert", "modernbert")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_sentence_transformers_directories(architecture, tmp_path):
     backbone = save_backbone(tmp_path / "backbone", architecture)

@@ -138,6 +138,7 @@ def scores_and_ids(world: World, model: ModelConfig, strategy: Strategy) -> tupl
     return [score for _, score in sorted(scores)], tokens.lists()
 
 
+@pytest.mark.quick("by name", "tied", "gemma")
 @pytest.mark.parametrize("case", ["tied", "untied", "gemma", "by name", "named template"])
 def test_scores_equal_sentence_transformers(ranks, case, tmp_path):
     directory, model = logit_score_directory(case, tmp_path)

@@ -24,6 +24,7 @@ def planned(*arguments):
     return plan(*compose_plan(list(arguments)))
 
 
+@pytest.mark.quick("config0-cls-512", "config1-last-64")
 @pytest.mark.parametrize("gpus", [8, 64, 512])
 @pytest.mark.parametrize(("config", "pooling"), [(XLMR_LARGE, "cls"), (LLAMA_3_8B, "last")])
 def test_large_models_on_many_gpus_are_planned_quickly(config, pooling, gpus):

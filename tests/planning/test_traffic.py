@@ -76,6 +76,7 @@ def count_collectives(
     )
 
 
+@pytest.mark.quick("0-True-False", "200-True-True", "1000000-False-True", "200-False-False")
 @pytest.mark.parametrize("reduce_per_step", [True, False])
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("activation_tokens", [0, 200, 10**6])

@@ -23,6 +23,7 @@ ATTENTION = [
 ]
 
 
+@pytest.mark.quick("gemma3_text-packed", "modernbert-padded", "xlm-roberta-packed")
 @pytest.mark.parametrize(("architecture", "attention"), ATTENTION)
 def test_architectures(cuda_ranks, architecture, attention):
     """Packed in bf16, which the kernel for packed texts needs; padded in fp32. The forward pass never waits."""
@@ -82,6 +83,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.quick("hsdp-LoRA and offload")
 @pytest.mark.parametrize(
     ("strategy", "name"),
     [

@@ -36,6 +36,7 @@ def whole_without_layers(directory: Path, name: str, kept: list[int]) -> torch.T
     return torch.from_numpy(model.encode(TEXTS))
 
 
+@pytest.mark.quick("bert-options0-kept0", "modernbert-options2-kept2")
 @pytest.mark.parametrize(
     ("name", "options", "kept"),
     [

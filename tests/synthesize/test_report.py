@@ -103,6 +103,7 @@ def command(world, folder):
     run_scripted(world, options)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("size", [1, 2])
 def test_queries_that_do_not_find_their_document_are_thrown_away(ranks, tmp_path, size):
     save_model(tmp_path / "model")

@@ -133,6 +133,7 @@ WAYS = [
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]
 
 
+@pytest.mark.quick("4-hsdp-2-xlm-roberta", "3-fsdp-None-xlm-roberta")
 @pytest.mark.parametrize("architecture", slow_but(["xlm-roberta"], ["xlm-roberta", "bert", "llama"]))
 @pytest.mark.parametrize(("world_size", "strategy", "shard_size"), MESHES)
 def test_gradient_equals_one_process(ranks, models, architecture, world_size, strategy, shard_size):
@@ -142,6 +143,7 @@ def test_gradient_equals_one_process(ranks, models, architecture, world_size, st
         check(ranks, models(architecture), world_size, options, way, num_rows=10)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradient_of_new_heads_equals_one_process(ranks, models, world_size):
     check(ranks, replace(models("bert"), heads=HEADS), world_size, parallel(), WAYS[2], num_rows=10)
@@ -154,6 +156,7 @@ def test_gradient_of_a_static_table_equals_one_process(ranks, models, world_size
         check(ranks, models("static_embedding"), world_size, parallel(Strategy(strategy)), way, num_rows)
 
 
+@pytest.mark.quick("2-qwen3")
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
 @pytest.mark.parametrize(
     "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
@@ -164,6 +167,7 @@ def test_gradients_of_other_llms(ranks, models, architecture, world_size):
         check(ranks, models(architecture), world_size, parallel(), way, num_rows=10)
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
 def test_padding_changes_nothing(ranks, models, architecture):
     """Everything else here is packed."""
@@ -179,6 +183,7 @@ def test_ranks_without_rows_take_part(ranks, models, num_rows):
         check(ranks, models("xlm-roberta"), 4, parallel(), way, num_rows)
 
 
+@pytest.mark.quick("xlm-roberta")
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
 def test_activation_checkpointing_changes_nothing(ranks, models, architecture):
     for way in WAYS:

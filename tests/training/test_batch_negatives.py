@@ -130,6 +130,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick("softmax-3-7", "ranknet-1-5")
 @pytest.mark.parametrize(
     ("name", "size", "batch_size"),
     [("softmax", 3, 7), ("softmax", 3, 2), ("bce", 2, 7), ("ranknet", 1, 5)],

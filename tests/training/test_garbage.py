@@ -64,6 +64,7 @@ def test_earlier_objects_are_traversed_once():
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_previous_state_is_restored_after_an_error(enabled):
     try:

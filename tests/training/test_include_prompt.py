@@ -102,6 +102,7 @@ def gradient(world: World, folder: Path, model: ModelConfig, cutting: ChunkOptio
     return output.local_loss.item(), actual if world.is_main else {}
 
 
+@pytest.mark.quick("xlm-roberta")
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
 def test_gradient_equals_the_plain_one(ranks, folder, architecture):
     model = options(folder, architecture)

@@ -145,6 +145,7 @@ def models(tmp_path_factory) -> dict[str, ModelConfig]:
     return saved
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize(
     ("world_size", "num_rows"), [pytest.param(1, 3, marks=pytest.mark.slow), (2, 3), (3, 2)], ids=["1", "2", "no rows"]
 )

@@ -43,6 +43,7 @@ def whole(answers: list[tuple[dict[str, float], dict[str, torch.Tensor]]]) -> di
     return {name: sum(metrics[name] for metrics, _ in answers) for name in answers[0][0]}
 
 
+@pytest.mark.quick("ring")
 @pytest.mark.parametrize("way", [Implementation.plain, Implementation.tiled, Implementation.ring])
 def test_the_gradient_stays_as_it_is_bit_for_bit(ranks, way):
     with_figures, without = (ranks(2, measure, way, measured) for measured in (True, False))

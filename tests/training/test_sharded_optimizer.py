@@ -241,6 +241,7 @@ def muon_by_hand(before: dict[str, Tensor], name: str, training: Any) -> Tensor:
     return weight
 
 
+@pytest.mark.quick("muon-fp32", "adamw-int8")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -82,6 +82,7 @@ def model(tmp_path_factory):
     return model_options(path=str(path), pooling=Pooling.mean)
 
 
+@pytest.mark.quick("sources0-3", "sources3-3", "sources2-1", "sources1-1")
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("sources", [[0], [1], [3], [2, 3, 1]])
 def test_each_batch_has_the_loss_of_its_source(ranks, model, world_size, sources):

@@ -112,6 +112,7 @@ def models(tmp_path_factory):
     return make
 
 
+@pytest.mark.quick("bert-True-3-fsdp-False-2", "qwen3-False-2-fsdp-True-10")
 @pytest.mark.parametrize(
     ("architecture", "tied", "world_size", "strategy", "recompute", "num_rows"),
     [

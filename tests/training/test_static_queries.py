@@ -92,6 +92,7 @@ def sharded_gradient(
     return output.local_loss.item(), grads, local.real_tokens
 
 
+@pytest.mark.quick("3-fsdp-2-True", "2-fsdp-10-False")
 @pytest.mark.parametrize(
     ("world_size", "strategy", "num_rows", "trained"),
     [

@@ -146,6 +146,7 @@ def waits_of_a_step(world: World, options: dict[str, Any]) -> tuple[dict[str, in
     return dict(earlier), dict(reads), dict(calls)
 
 
+@pytest.mark.quick("hsdp")
 @pytest.mark.parametrize("strategy", [Strategy.ddp, Strategy.fsdp, Strategy.hsdp])
 def test_nothing_waits_for_the_device_before_the_optimizer(cuda_ranks, strategy):
     """Otherwise a GPU is idle from the end of the backward pass until the host has launched the optimizer."""

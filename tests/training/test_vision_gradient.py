@@ -249,6 +249,7 @@ def encoded(world: World, folder: Path, unshard: str) -> list[torch.Tensor]:
     return vectors
 
 
+@pytest.mark.quick("layer")
 @pytest.mark.parametrize("unshard", ["layer", "model"])
 def test_vectors_do_not_depend_on_the_number_of_ranks(ranks, folder, unshard):
     alone, *_ = ranks(1, encoded, folder, unshard)

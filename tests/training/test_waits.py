@@ -108,6 +108,7 @@ def reads(
     return dict(seen.counts), len(built.chunks)
 
 
+@pytest.mark.quick("10000-False", "80-True")
 @pytest.mark.parametrize(("activation_tokens", "measured"), [(0, False), (80, True), (10_000, False)])
 def test_nothing_is_read_while_chunks_are_encoded(ranks, activation_tokens, measured):
     for actual, chunks in ranks(2, reads, activation_tokens, Sum(), Precision.fp32, measured):

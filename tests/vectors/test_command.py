@@ -32,6 +32,7 @@ from tests.small import batch, model_options, save_adapter, save_guide, save_sma
 BASE = [
     "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=60",
     "train.steps=3", "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3", "export.check=false",
+    "tracking.report=false",
     "loss=distill_similarities", "loss.temperature=0.2",
 ]  # fmt: skip
 

@@ -83,6 +83,7 @@ def test_engines_compute_the_output_of_every_kind(tmp_path, kind, capsys):
             assert max(differences[engine].values()) < 1e-4
 
 
+@pytest.mark.quick("m3", "cross_encoder")
 @pytest.mark.parametrize("kind", [kind for kind in WAYS if kind != "language_model"])
 def test_the_graph_computes_the_output_of_every_kind(tmp_path, kind):
     """With prompts, expansion, a skip list and texts that are too long."""

@@ -26,6 +26,7 @@ SETTINGS = [
     "train.steps=4", "optim.lr=1e-3", "loss.temperature=0.1", "parallel.precision=fp32", "parallel.strategy=fsdp",
     "parallel.compile=false", "checkpoint.every=2", "evaluation.at_start=false", "evaluation.every=2",
     "model.query_prompt=Find it.", 'data.instruction_format="{instruction}{text}"',
+    "tracking.report=false",
 ]  # fmt: skip
 
 

@@ -49,6 +49,7 @@ def theirs_of(ranks, data, **attributes):
     return scores_of_task(task_of(AbsTaskClassification, "Classification", "accuracy", dataset, **attributes), vectors)
 
 
+@pytest.mark.quick("2-5")
 @pytest.mark.parametrize(("num_classes", "samples"), [pytest.param(3, 8, marks=pytest.mark.slow), (2, 5), (3, 1000)])
 def test_metrics_equal_mteb(ranks, num_classes, samples):
     data = classification_set(num_classes, samples_per_label=samples)

@@ -474,7 +474,7 @@ RESULTS: Mapping[str, Build] = {
 RUNS = (
     "runs/mine", "runs/a", "runs/b", "runs/c", "runs/first", "runs/packages", "runs/packages-2",
     "runs/quickstart", "runs/bce_xlmr", "runs/layers", "runs/retrieval", "runs/modernbert",
-    "runs/clustering", "runs/minilm",
+    "runs/clustering", "runs/minilm", "runs/matryoshka",
 )  # fmt: skip
 DATA: Mapping[str, Build] = {
     **dict.fromkeys(

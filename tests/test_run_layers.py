@@ -42,7 +42,7 @@ def test_a_run_is_resumed_and_pruned(ranks, tmp_path):
         "checkpoint.every=3", "checkpoint.keep=9", "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3",
         "loss.matryoshka.dims=[32,16,8]", "loss.matryoshka.dims_per_step=2",
         "loss.matryoshka.layers=[1,2,3]", "loss.matryoshka.layers_per_step=1", "loss.matryoshka.layer_kl=0.5",
-        "loss.temperature=0.2",
+        "loss.temperature=0.2", "tracking.report=false",
     ]  # fmt: skip
     whole = tmp_path / "whole"
     ranks(2, run, *options, f"output_dir={whole}")

@@ -29,8 +29,11 @@ from embedtrain.report.sample import (
 from embedtrain.tracking.metrics import query_metrics_path, read_query_metrics
 from embedtrain.tracking.sessions import read_sessions
 from embedtrain.training.train import train
-from tests.runs import BASE, losses, metric_rows, options
+from tests.runs import BASE as OPTIONS
+from tests.runs import losses, metric_rows, options
 from tests.small import save_small, small_model, write_beir, write_rows
+
+BASE = [option for option in OPTIONS if option != "tracking.report=false"]
 
 
 class StopAt(StopSignals):
@@ -190,6 +193,7 @@ def test_the_vectors_after_training_are_those_of_the_exported_step(ranks, worksh
     )
 
 
+@pytest.mark.slow  # test_vectors_equal_those_of_the_models
 def test_adapters_under_ddp(ranks, workshop, tmp_path):
     more = ("train.steps=3", "model.lora.rank=4", "parallel.strategy=ddp", "optim.lr=1e-2")
     ranks(2, run, None, *options(workshop, tmp_path / "run", *more))

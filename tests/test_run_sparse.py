@@ -43,14 +43,12 @@ def options(inputs: Path, output_dir: Path, *more: str, model: str = "bert") -> 
 
 def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
     common = [f"evaluation.sets=[{inputs / 'dev'}]", "checkpoint.every=2"]
-    runs = {size: tmp_path / str(size) for size in (1, 3)}
+    runs = {size: tmp_path / str(size) for size in (1, 2)}
     for size, output_dir in runs.items():
         ranks(size, run, *options(inputs, output_dir, *common), timeout=280)
-    assert losses(runs[3]) == pytest.approx(losses(runs[1]), rel=1e-4)
+    assert losses(runs[2]) == pytest.approx(losses(runs[1]), rel=1e-4)
     for name in ("queries/flops", "documents/active_words", "documents/active_words_p99", "queries/empty_texts"):
-        first, other = (
-            [row[name] for row in metric_rows(output_dir) if name in row] for output_dir in (runs[1], runs[3])
-        )
+        first, other = ([row[name] for row in metric_rows(output_dir) if name in row] for output_dir in runs.values())
         assert first
         assert first == pytest.approx(other, rel=1e-3)
     model = SparseEncoder(str(runs[1] / "model"), device="cpu")
@@ -58,8 +56,8 @@ def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path):
     assert weights.shape == (1, 64)
     assert 0 < int((weights > 0).sum()) < 64
     # Stopped after step 2, the run resumes on another number of ranks: the ramp is a function of the step.
-    resumed = rewind_run(runs[3], tmp_path / "resumed", 2)
-    ranks(2, run, *options(inputs, resumed, *common))
+    resumed = rewind_run(runs[2], tmp_path / "resumed", 2)
+    ranks(1, run, *options(inputs, resumed, *common))
     assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)
     first, second = ([row for row in metric_rows(path) if "ndcg@10" in row] for path in runs.values())
     assert [row["ndcg@10"] for row in first] == pytest.approx([row["ndcg@10"] for row in second], rel=1e-3)

@@ -115,6 +115,7 @@ def test_mining_and_encoders(directories, tmp_path, name):
         torch.testing.assert_close(encoder.similarity(queries, documents), scores)
 
 
+@pytest.mark.quick("options0-vectors: .*euclidean")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -158,9 +159,12 @@ def stored_similarity(directory: Path) -> str:
     return name
 
 
-def test_training_starts_from_the_similarity_of_the_directory(directories, tmp_path, capsys):
+@pytest.mark.parametrize("similarity", [pytest.param("cosine", marks=pytest.mark.slow), "dot"])
+def test_training_starts_from_the_similarity_of_the_directory(directories, tmp_path, capsys, similarity):
+    """The directory's, or that of the option, and then a directory with the other one trains alike."""
     losses = {}
-    for name, option in (("dot", None), ("cosine", "dot"), ("dot", "cosine"), ("cosine", None)):
+    other = {"dot": "cosine", "cosine": "dot"}[similarity]
+    for name, option in ((similarity, None), (other, similarity)):
         loss = {"loss.similarity": option} if option else {}
         out = tmp_path / f"{name}-{option}"
         trained = train(
@@ -174,7 +178,7 @@ def test_training_starts_from_the_similarity_of_the_directory(directories, tmp_p
         theirs = SentenceTransformer(str(trained.model_dir), device="cpu")
         expected = InformationRetrievalEvaluator(QUERIES, CORPUS, RELEVANT, name="set", write_csv=False)(theirs)
         assert trained.metrics["set"]["ndcg@10"] == pytest.approx(expected[f"set_{option or name}_ndcg@10"], abs=1e-6)
-    assert losses["dot", None] == losses["cosine", "dot"] != losses["cosine", None] == losses["dot", "cosine"]
+    assert losses[similarity, None] == losses[other, similarity]
 
 
 def test_a_loss_that_lacks_the_similarity_of_the_directory_is_refused(directories, tmp_path):

@@ -219,7 +219,7 @@ loss: {temperature: 0.5, matryoshka: {dims: [4]}}
         (["loss=cosent", "loss='triplet'"], TripletConfig()),
     ],
 )
-@pytest.mark.parametrize("inherits", [False, True])
+@pytest.mark.parametrize("inherits", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_another_loss_starts_from_its_defaults(tmp_path, chosen, expected, inherits):
     """The options of the recipe's own loss belong to that loss, in a file that it includes as well."""
     name, arguments = "own", user_recipe(tmp_path, "own", OWN_LOSS)
@@ -344,7 +344,11 @@ REFERENCES = [
 
 
 @pytest.mark.parametrize(("in_file", "argument", "words"), REFERENCES)
-@pytest.mark.parametrize("asked", [[], ["-m"], ["--cfg", "job"], ["loss=cosent"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "asked",
+    [[], ["-m"], *(pytest.param(words, marks=pytest.mark.slow) for words in (["--cfg", "job"], ["loss=cosent"]))],
+    ids=" ".join,
+)
 def test_a_reference_that_leads_nowhere_is_named(tmp_path, in_file, argument, words, asked):
     if asked == ["--cfg", "job"] and words[0] not in ("name", "train.steps"):
         pytest.skip("it prints values as they are written")

@@ -96,13 +96,13 @@ def test_draws_change_with_the_epoch_and_are_uniform(tmp_path: Path) -> None:
     row = {"query": "q", "pos": [f"p{i}" for i in range(4)], "neg": [f"n{i}" for i in range(10)]}
     data = load_train_data([source(tmp_path, "a", [row], negatives=3)], seed=1, global_batch_size=1)
     positives, negatives = Counter(), Counter()
-    for k in range(2000):
+    for k in range(600):
         first, *others = data.batch(k).rows[0].documents.texts
         assert len(set(others)) == 3
         positives[first] += 1
         negatives.update(others)
-    assert all(abs(positives[f"p{i}"] - 500) < 100 for i in range(4))
-    assert all(abs(negatives[f"n{i}"] - 600) < 120 for i in range(10))
+    assert all(abs(positives[f"p{i}"] - 150) < 50 for i in range(4))
+    assert all(abs(negatives[f"n{i}"] - 180) < 55 for i in range(10))
 
 
 def test_a_row_that_occurs_twice_in_an_epoch_is_drawn_twice(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_documents_of_other_rows(tmp_path: Path) -> None:
 
 
 def test_batches_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
-    """The whole of it, in processes of their own: another order would give a resumed run other batches."""
+    """The whole of it, in a process of its own: another order would give a resumed run other batches."""
     path = source(tmp_path, "one", rows_with_negatives(30)).path
     program = (
         "import sys; from embedtrain.config.recipe import TrainSource\n"
@@ -272,12 +272,10 @@ def test_batches_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
         "print([(row.query, row.documents.texts) for k in (8, 2, 5) for row in data.batch(k).rows])"
     )
     command = [sys.executable, "-c", program, path]
-    answers = {
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout for _ in range(2)
-    }
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     data = load_train_data([TrainSource(path=path)], seed=4, global_batch_size=7)
     here = str([(row.query, row.documents.texts) for k in (8, 2, 5) for row in data.batch(k).rows])
-    assert answers == {here + "\n"}
+    assert answer == here + "\n"
 
 
 def test_a_list_has_all_documents_of_its_row(tmp_path: Path) -> None:

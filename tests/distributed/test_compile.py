@@ -226,6 +226,7 @@ def test_new_and_resumed_runs_are_compiled(ranks, run_inputs, tmp_path: Path):
     assert losses(rest) == losses(whole)
 
 
+@pytest.mark.slow  # the same without a run: test_a_block_that_fails_runs_eagerly_on_all_ranks_and_is_named_once
 def test_a_run_names_the_block_once(ranks, run_inputs, tmp_path: Path):
     output, _ = ranks(2, run_compiled, broken, *options(run_inputs, tmp_path / "run", "train.steps=3"))
     lines = [line for line in output[0].splitlines() if "cannot be compiled" in line]

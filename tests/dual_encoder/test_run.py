@@ -56,7 +56,7 @@ def options(inputs: Path, output_dir: Path, *more: str) -> list[str]:
 SETTINGS = [
     "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=40", "train.steps=4", "optim.lr=1e-3",
     "parallel.strategy=fsdp", "parallel.precision=fp32", "loss.temperature=0.1", "checkpoint.every=2",
-    "evaluation.at_start=false", "evaluation.every=2",
+    "evaluation.at_start=false", "evaluation.every=2", "tracking.report=false",
 ]  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def encoded(world: World, model: ModelConfig, texts: list[str]) -> list[torch.Te
 
 
 def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
-    runs = {size: tmp_path / str(size) for size in (1, 2, 3)}
+    runs = {size: tmp_path / str(size) for size in (1, 3)}
     for size, output_dir in runs.items():
         ranks(size, run_without_base, *options(inputs, output_dir), timeout=280)
         assert losses(output_dir) == pytest.approx(losses(runs[1]), rel=1e-4)
@@ -80,21 +80,20 @@ def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
     ranks(2, run_without_base, *options(inputs, resumed))
     assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)
 
-    directory = runs[2] / "model"
+    directory = runs[3] / "model"
     assert kind_of_files(directory)[0].name == "dual_encoder"
     model = SentenceTransformer(str(directory), device="cpu")
     theirs = [torch.tensor(model.encode_query(TEXTS)), torch.tensor(model.encode_document(TEXTS))]
     options_of_export = model_options("dual_encoder", path=str(directory))
-    for size in (1, 3):
-        for own, other in zip(ranks(size, encoded, options_of_export, TEXTS)[0], theirs, strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+    for own, other in zip(ranks(3, encoded, options_of_export, TEXTS)[0], theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(*theirs, atol=1e-2)
     for role, expected in zip(("query", "document"), theirs, strict=True):  # each tower is a model of its own
         alone = SentenceTransformer(str(directory / role), device="cpu")
         torch.testing.assert_close(torch.tensor(alone.encode(TEXTS)), expected, rtol=1e-5, atol=1e-5)
 
     again = ["name=t", "model.kind=dual_encoder", f"model.path={directory}", f"data.train=[{inputs / 'train.jsonl'}]"]
-    ranks(2, run_without_base, *again, f"output_dir={tmp_path / 'again'}", *SETTINGS)
+    ranks(2, run_without_base, *again, f"output_dir={tmp_path / 'again'}", *SETTINGS, "train.steps=1")
     assert losses(tmp_path / "again")[1] < losses(runs[1])[1]
 
 

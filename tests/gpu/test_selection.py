@@ -28,7 +28,13 @@ def test_tests_marked_gpu_see_one():
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
-@pytest.mark.parametrize(("selection", "visible"), [("gpu", "-1"), ("not slow", "")])
+@pytest.mark.parametrize(
+    ("selection", "visible"),
+    [
+        ("gpu", "-1"),
+        pytest.param("not slow", "", marks=pytest.mark.slow),
+    ],  # test_other_tests_and_their_ranks_see_no_gpu
+)
 def test_gpus_are_hidden_unless_only_tests_marked_gpu_run(tmp_path, selection, visible):
     """-1 hides them from torch as well, and is not what the ordinary tests are given."""
     (tmp_path / "test_it.py").write_text(

@@ -78,7 +78,7 @@ def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
     assert len(set(images)) > 5
     assert max(Image.open(io.BytesIO(base64.b64decode(images[0]))).size) <= 96
     resumed = rewind_run(runs[3], tmp_path / "resumed", 2)
-    ranks(2, run_without_base, *options(inputs, resumed, *more))
+    ranks(2, run_without_base, *options(inputs, resumed, *more, "tracking.report=false"))
     assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)
     stored, start = load_file(runs[1] / "model" / "model.safetensors"), load_file(inputs / "siglip/model.safetensors")
     again = load_file(resumed / "model" / "model.safetensors")
@@ -94,13 +94,15 @@ def test_trained_exported_resumed_and_opened_again(ranks, inputs, tmp_path):
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-5)
     pictures = opened.encode([Image.open(inputs / "picture_3.png")])
     assert pictures.shape == (1, together.shape[1])
-    ranks(1, run_without_base, *options(inputs, tmp_path / "next", f"model.path={runs[1] / 'model'}", "train.steps=1"))
+    again = [f"model.path={runs[1] / 'model'}", "train.steps=1", "tracking.report=false"]
+    ranks(1, run_without_base, *options(inputs, tmp_path / "next", *again))
 
 
 def test_a_new_pair_trains_with_a_frozen_tower(ranks, inputs, tmp_path):
     """Pictures by the model as it is, with CLIP's loss, a learning rate a tower, and adapters of texts."""
     more = [
         f"model.text.path={inputs / 'bert'}", f"model.image={{path: {inputs / 'vit'}, frozen: true}}",
+        "tracking.report=false",
         "model.projection_dim=24", "loss.directions=[query_document,document_query]", "loss.partition_mode=separate",
         "loss.learn_temperature=true", 'optim.groups=[{match: "^text[.]", lr: 1e-4}]', "train.steps=2",
     ]  # fmt: skip
@@ -117,7 +119,7 @@ def test_adapters_of_one_tower_are_merged_and_a_file_of_their_own(ranks, inputs,
     """The command reads the same layers and the trained temperature from a checkpoint; PEFT opens the adapters."""
     more = [
         f"model.path={inputs / 'clip'}", "model.lora={rank: 2, targets: [text.q_proj]}", "loss.learn_temperature=true",
-        "train.steps=2", "export.formats=[sentence_transformers,adapter]",
+        "train.steps=2", "export.formats=[sentence_transformers,adapter]", "tracking.report=false",
     ]  # fmt: skip
     ranks(1, run_without_base, *options(inputs, tmp_path / "run", *more))
     stored, before = load_file(tmp_path / "run/model/model.safetensors"), load_file(inputs / "clip/model.safetensors")

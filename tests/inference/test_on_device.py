@@ -97,6 +97,7 @@ def metrics_of_all_kinds(world: World) -> dict[str, dict[str, float]]:
         return Evaluator([LoadedSet(data) for data in sets], encoder, world).evaluate()
 
 
+@pytest.mark.slow  # in a run: tests/pretend_cuda/test_run.py
 def test_evaluation_on_a_device_gives_what_it_gives_on_the_cpu(ranks, cuda_ranks):
     (expected,), (results,) = ranks(1, metrics_of_all_kinds), cuda_ranks(1, metrics_of_all_kinds)
     assert results.keys() == expected.keys()

@@ -31,7 +31,7 @@ STEPS = 3
 OPTIONS = [
     "name=t", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=60", "train.activation_tokens=130",
     f"train.steps={STEPS}", "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3", "optim.eps=1e-3",
-    "export.check=false",
+    "export.check=false", "tracking.report=false",
     "checkpoint.every=2", "evaluation.every=3",
 ]  # fmt: skip
 

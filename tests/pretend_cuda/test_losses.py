@@ -1,6 +1,7 @@
 """Every loss in a step on the pretended device, on two ranks: the numbers of the CPU, and few waits for the device."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from embedtrain.losses.types import BatchInfo, Loss
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.rank_batch import GuideTokenizer
 from tests.losses.token_vectors import token_batch
+from tests.marks import slow_but
 from tests.pretend_cuda.device import host_reads
 from tests.pretend_cuda.steps import Case, Result, agree, on_cpu, take_steps
 from tests.training.test_losses import LOSSES, rows_for
@@ -32,33 +34,44 @@ from tests.training.test_losses import LOSSES, rows_for
 CASE = Case(architecture="bert", precision=Precision.fp32, attention=Attention.padded)
 
 
-def step_with_each(world: World) -> list[dict[str, Result]]:
+# A scalar, chunks of a ring, codes, a choice of rows, and several losses; tests/training/test_waits.py has all losses.
+QUICK = ("infonce", "matryoshka, ring", "quantised", "batch_triplet", "combined")
+
+
+def step_with_each(world: World, names: tuple[str, ...]) -> list[dict[str, Result]]:
     """A step with each loss, on the device and on the CPU."""
     results = []
     for each_world in (world, on_cpu(world)):
         model = CASE.load(each_world)
-        results.append({name: take_steps(each_world, model, config, measured=True) for name, config in LOSSES.items()})
+        results.append({name: take_steps(each_world, model, LOSSES[name], measured=True) for name in names})
     return results
 
 
 @pytest.fixture(scope="module")
-def every_loss(cuda_ranks):
-    return cuda_ranks(2, step_with_each, timeout=300)
+def steps(cuda_ranks):
+    """Name of a loss -> of each rank, its step on the device and on the CPU."""
+
+    @cache
+    def take(names: tuple[str, ...]) -> list[list[dict[str, Result]]]:
+        return cuda_ranks(2, step_with_each, names, timeout=300)
+
+    others = tuple(name for name in LOSSES if name not in QUICK)
+    return lambda name: [(device[name], cpu[name]) for device, cpu in take(QUICK if name in QUICK else others)]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_numbers_of_the_cpu(every_loss, name):
-    for device, cpu in every_loss:
-        agree(device[name], cpu[name], 1e-5)
+@pytest.mark.parametrize("name", slow_but(QUICK, LOSSES))
+def test_the_numbers_of_the_cpu(steps, name):
+    for device, cpu in steps(name):
+        agree(device, cpu, 1e-5)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_host_reads(every_loss, name):
+@pytest.mark.parametrize("name", slow_but(QUICK, LOSSES))
+def test_host_reads(steps, name):
     """A measured step waits for the device once, after the backward pass: the ranks agree that all is finite."""
-    for device, _ in every_loss:
-        (line,) = device[name].reads
+    for device, _ in steps(name):
+        (line,) = device.reads
         assert line.startswith("training/step.py")
-        assert device[name].reads.total() == 1
+        assert device.reads.total() == 1
 
 
 def encode_with_guide(world: World) -> tuple[dict[str, int], list[torch.Tensor]]:

@@ -19,7 +19,7 @@ def test_train_evaluate_profile_resume_and_export(cuda_ranks, run_inputs, tmp_pa
     """In fp32; the device's run, and the same resumed from its first checkpoint, have the numbers of the CPU's."""
     arguments = (
         "train.steps=4", "evaluation.every=2", "evaluation.at_start=true", "checkpoint.every=2", "checkpoint.keep=9",
-        "tracking.profile=[2]",
+        "tracking.profile=[2]", "tracking.report=true",
     )  # fmt: skip
     for name, cpu in (("device", False), ("cpu", True)):
         cuda_ranks(2, run, cpu, *options(run_inputs, tmp_path / name, *arguments))

@@ -102,7 +102,7 @@ PLACES = ("stage", "each", "repeat", "loop", "shared")
     [
         pytest.param(
             place, *case.values, id=f"{case.id}-{place}",
-            marks=() if place == "stage" or case.values[0] == "train" else pytest.mark.slow,
+            marks=() if place == "stage" or case.values[:2] == ("train", "loss.path") else pytest.mark.slow,
         )
         for place in PLACES
         for case in CASES

@@ -358,7 +358,7 @@ def run_options(rows: Path, directory: Path, output_dir: Path, *more: str) -> li
         "name=t", "model.kind=late_interaction", "train.global_batch_size=8", "train.log_every=1", "train.steps=2",
         "train.chunk_tokens=300", "optim.lr=1e-3", "loss.temperature=1.0", "parallel.precision=fp32",
         "parallel.compile=false", "checkpoint.every=2", "evaluation.at_start=false", "model.query_prompt=Find it.",
-        "model.query_length=40",
+        "model.query_length=40", "tracking.report=false",
         f"model.path={directory}", f"data.train=[{rows / 'train.jsonl'}]", f"evaluation.sets=[{rows / 'dev.jsonl'}]",
         f"output_dir={output_dir}", *more,
     ]  # fmt: skip

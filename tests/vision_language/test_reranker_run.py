@@ -31,7 +31,7 @@ from tests.vision_language.test_reranker import opened
 SETTINGS = [
     "name=t", "model.kind=cross_encoder", "train.global_batch_size=8", "train.log_every=1", "train.chunk_tokens=800",
     "train.steps=2", "optim.lr=1e-3", "parallel.precision=fp32", "parallel.strategy=fsdp", "parallel.compile=false",
-    "checkpoint.every=2", "evaluation.at_start=false", "evaluation.every=2",
+    "checkpoint.every=2", "evaluation.at_start=false", "evaluation.every=2", "tracking.report=false",
 ]  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """Folders that several processes build side by side: shared, taken over, refused, repaired, and never half trusted."""
 
-import multiprocessing as mp
 import os
 import random
 import shutil
@@ -18,9 +17,10 @@ from filelock import FileLock
 
 from embedtrain.data.cache.cache import Build, Task, build, is_complete, map_array, write_array
 from embedtrain.errors import DataError
+from tests.forked import fork_context
 from tests.marks import slow_but
 
-SPAWN = mp.get_context("spawn")
+CONTEXT = fork_context()
 
 
 def write(log: Path, seconds: float, path: Path) -> None:
@@ -61,7 +61,7 @@ def runs(log: Path) -> Counter[str]:
 
 
 def start(count: int, function: Callable[..., None], *args: Any) -> list[Any]:
-    processes = [SPAWN.Process(target=function, args=args) for _ in range(count)]
+    processes = [CONTEXT.Process(target=function, args=args) for _ in range(count)]
     for process in processes:
         process.start()
     return processes
@@ -70,7 +70,7 @@ def start(count: int, function: Callable[..., None], *args: Any) -> list[Any]:
 @pytest.mark.parametrize("keep", slow_but([True], [True, False]))
 def test_processes_share_the_work_and_the_result_is_that_of_one(tmp_path: Path, keep: bool) -> None:
     build_one(tmp_path / "alone", tmp_path / "log", 8, 0.0, keep)
-    barrier = SPAWN.Barrier(3)
+    barrier = CONTEXT.Barrier(3)
     processes = start(3, build_one, tmp_path / "shared", tmp_path / "log3", 8, 0.1, keep, barrier)
     for process in processes:
         process.join(60)

@@ -8,9 +8,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from embedtrain.data.rows import Documents, Example
+from embedtrain.data.cache.token_store import tokenise_queries
+from embedtrain.data.rows import Documents, Example, TextFormat
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import SECOND_SEGMENT, GlobalBatch, Pair
+from embedtrain.data.types import SECOND_SEGMENT, GlobalBatch, Pair, TextRole
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.errors import ModelError
 from embedtrain.kinds.cross_encoder.model import PairFormat, PairLayout, PairTruncation
@@ -69,6 +70,15 @@ def test_pairs_equal_those_of_the_tokenizer(name, side, request):
                 real = chunk.types[chunk.mask.bool()]
                 assert real.tolist() == [number for row in types for number in row]
     assert bert or tokenizer.chunk(tokens, [0]).types is None
+
+
+def test_lengths_of_a_source_cut_texts_before_they_are_joined():
+    own = xlm_r()
+    tokenizer = TextTokenizer(own, 64, PairLayout(own, PairFormat.of(own)))
+    query = tokenise_queries([(TEXTS[6], None)], TextFormat(query_max_length=5), tokenizer)
+    document = tokenizer.layout.tokenize([TEXTS[5]], tokenizer.limit(TextRole.document, 3))
+    texts = [own(text, add_special_tokens=False)["input_ids"] for text in (TEXTS[6], TEXTS[5])]
+    assert tokenizer.layout.join(query, document, 64).lists() == [[0, *texts[0][:5], 2, 2, *texts[1][:3], 2]]
 
 
 def test_only_the_document_is_cut():

@@ -126,6 +126,22 @@ def test_rows_equal_those_of_the_definition(ranks, folder, to, options, same):
     assert not (folder / to / ".mining").exists()
 
 
+def test_negatives_of_the_rows_are_scored_by_a_teacher(ranks, folder):
+    """As a loop over the teacher scores them; none is added."""
+    options = {"negatives": 0, "keep_existing_negatives": "true", "rank_max": 3, "query_batch_size": 11}
+    results = mined(ranks, folder, "scored", 2, teacher=folder / "cross", **options)
+    score, num_scored = pairs_of(folder / "cross"), 0
+    for rows, input_rows in zip(results, (FIRST, SECOND), strict=True):
+        for row, before in zip(rows, input_rows, strict=True):
+            assert (row["query"], row["pos"]) == (before["query"], before["pos"])
+            assert [text for text in before.get("neg", []) if text in row["neg"]] == row["neg"]
+            assert row["pos_scores"] == pytest.approx(score(row["query"], row["pos"]).tolist(), abs=2e-6)
+            if row["neg"]:
+                assert row["neg_scores"] == pytest.approx(score(row["query"], row["neg"]).tolist(), abs=2e-6)
+            num_scored += len(row["neg"])
+    assert num_scored >= 6
+
+
 def test_the_same_bytes_on_any_number_of_ranks(ranks, folder):
     written = []
     for size, how in (1, {}), (2, {"unshard": "model", "index.place": "host"}), (3, {}):

@@ -60,7 +60,8 @@ class MarginReference(str, Enum):
 class MineOptions(SeedOptions, RowSearchOptions):
     """Options of `python -m embedtrain mine`."""
 
-    negatives: int = option(15, at_least=1)  # maximum per row, including those that it keeps
+    # Maximum per row, including those that it keeps. 0 adds none: the rows' own are written with their scores.
+    negatives: int = option(15, at_least=0)
     rank_min: int = option(0, at_least=0)  # number of the best qualifying candidates to skip
     rank_max: int = 100  # number of candidates per query
     # A negative scores at most (1 - this) times the positive: the 95 % rule. With a cross-encoder as teacher, its
@@ -89,6 +90,11 @@ def check_mine(options: MineOptions) -> MineOptions:
         "negatives",
         f"between rank_min={options.rank_min} and rank_max={options.rank_max} are {num_ranks} documents; "
         "write a larger rank_max, or fewer negatives",
+    )
+    check.require(
+        options.negatives > 0 or (options.keep_existing_negatives and options.scores),
+        "negatives",
+        "adds none; write keep_existing_negatives=true and scores=true to score those of the rows",
     )
     check.require(
         options.min_score is None or options.max_score is None or options.min_score <= options.max_score,

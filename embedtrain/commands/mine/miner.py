@@ -224,6 +224,9 @@ class Miner:
         answer_scores = scores_of(index, vectors, queries.answers)
         ranks = ranks_of(window, queries.answers, answer_scores)
         candidates, scores = window.pairs()
+        if self.options.negatives == 0:  # a teacher scores what is written, and nothing else
+            nothing = np.empty(0, dtype=np.int64)
+            candidates, scores = QueryDocumentPairs(nothing, nothing), np.empty(0, dtype=np.float32)
         if self.teacher is not None:
             groups = [queries.answers, queries.existing_pairs, candidates]
             answer_scores, existing_scores, scores = _teacher_scores(self.teacher, queries.texts, groups, progress)
@@ -378,7 +381,7 @@ def mine_row(
         # One of each row: twenty from a single bad row would hide the others.
         false_negatives=[suspect(query.reference)] if best_is_suspicious else [],
         wrong_labels=[suspect(int(unranked_positives[query.answer_scores[unranked_positives].argmin()]))]
-        if len(unranked_positives)
+        if len(unranked_positives) and best_candidate >= 0
         else [],
     )
     return line, stats

@@ -26,7 +26,7 @@ DESCRIPTIONS = (RECORD, "lineage.json", "summary.json", "merge.json")
 _WEIGHTS = ".safetensors"
 # `README.md` is for readers; the folders are further formats of the same model.
 _NOT_READ = ("README.md", "adapter/", "adapters/", "onnx/", "openvino/")
-_SCRATCH, _REPLACED = ".tmp", ".old.tmp"
+_SCRATCH, _REPLACED = ".tmp", ".replaced.tmp"
 LOCK_TIMEOUT = 10.0  # seconds that an export waits for another one to the same directory
 
 

@@ -193,10 +193,10 @@ class ListLoss(EncodedLoss):
     def forward(self, queries: Encoded, documents: Encoded, batch_info: BatchInfo) -> LossOutput:
         """B queries and M documents, perhaps with scores [M], to this rank's loss."""
         temperature = self.config.temperature if isinstance(self.config, ListConfig) else 1.0
-        return self.of_lists(Lists.of(queries, documents, batch_info, self.score, temperature))
+        return self.list_loss(Lists.of(queries, documents, batch_info, self.score, temperature))
 
     @abstractmethod
-    def of_lists(self, lists: Lists) -> LossOutput:
+    def list_loss(self, lists: Lists) -> LossOutput:
         """The documents of this rank's queries to its loss."""
 
 
@@ -213,7 +213,7 @@ class BCE(ListLoss):
 
     config: BCEConfig
 
-    def of_lists(self, lists: Lists) -> LossOutput:
+    def list_loss(self, lists: Lists) -> LossOutput:
         """See `ListLoss`."""
         scores, labels = lists.scores, lists.labels
         positive, negative = self.config.pos_weight * labels * F.softplus(-scores), (1 - labels) * F.softplus(scores)
@@ -226,7 +226,7 @@ class MSE(ListLoss):
 
     config: MSEConfig
 
-    def of_lists(self, lists: Lists) -> LossOutput:
+    def list_loss(self, lists: Lists) -> LossOutput:
         """See `ListLoss`."""
         return lists.output(lists.sum((lists.scores - lists.labels).square()) / lists.num_pairs)
 
@@ -242,7 +242,7 @@ class Softmax(ListLoss):
 
     config: SoftmaxConfig
 
-    def of_lists(self, lists: Lists) -> LossOutput:
+    def list_loss(self, lists: Lists) -> LossOutput:
         """See `ListLoss`."""
         scores, owners, size = lists.scores, lists.owners, lists.num_queries
         threshold = self.config.positive_above
@@ -272,7 +272,7 @@ class ListNet(ListLoss):
 
     config: ListNetConfig
 
-    def of_lists(self, lists: Lists) -> LossOutput:
+    def list_loss(self, lists: Lists) -> LossOutput:
         """See `ListLoss`."""
         log_scores, log_labels = (
             group_log_softmax(values, lists.owners, lists.num_queries) for values in (lists.scores, lists.labels)
@@ -291,7 +291,7 @@ class PListMLE(ListLoss):
 
     config: PListMLEConfig
 
-    def of_lists(self, lists: Lists) -> LossOutput:
+    def list_loss(self, lists: Lists) -> LossOutput:
         """See `ListLoss`."""
         scores = lists.scores[lists.order(lists.labels)]
         terms = _suffix_logsumexp(scores, lists.ends, lists.max_size) - scores
@@ -345,7 +345,7 @@ class RankNet(ListLoss):
 
     config: RankNetConfig | LambdaLossConfig
 
-    def of_lists(self, lists: Lists) -> LossOutput:
+    def list_loss(self, lists: Lists) -> LossOutput:
         """See `ListLoss`."""
         weights = self._weights(lists)
 
@@ -431,7 +431,7 @@ class ADRMSE(ListLoss):
 
     config: ADRMSEConfig
 
-    def of_lists(self, lists: Lists) -> LossOutput:
+    def list_loss(self, lists: Lists) -> LossOutput:
         """See `ListLoss`."""
         labels = lists.labels
 

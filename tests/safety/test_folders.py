@@ -151,7 +151,7 @@ def export(output_dir: Path, text: str = "new") -> None:
 
 
 def test_an_export_replaces_exports_only(tmp_path):
-    out, neighbours = tmp_path / "out", [tmp_path / name for name in ("out.tmp", "out.old.tmp", "out.lock")]
+    out, neighbours = tmp_path / "out", [tmp_path / name for name in ("out.tmp", "out.replaced.tmp", "out.lock")]
     for path in neighbours:
         path.mkdir()
         (path / "modules.json").write_text("of the user")
@@ -200,7 +200,7 @@ def test_an_export_replaces_a_link_and_not_what_it_points_to(tmp_path):
 def test_what_a_killed_export_leaves_is_removed_or_restored(tmp_path):
     out, number = tmp_path / "out", "0" * 16
     export(out, "old")
-    out.rename(tmp_path / f"out.{number}.old.tmp")  # killed between the two renames
+    out.rename(tmp_path / f"out.{number}.replaced.tmp")  # killed between the two renames
     (tmp_path / f"out.{number}.tmp").mkdir()
     (tmp_path / f"outer.{number}.tmp").mkdir()
     with export_lock(out):

@@ -134,7 +134,8 @@ def test_only_json_is_printed():
     arguments = ["plan", shape(LLAMA_3_8B), "model.pooling=last", "--json"]
     result = json.loads(only_stdout(*arguments, "gpus=8"))
     assert set(result) == {
-        "recipe", "model", "cluster", "work", "chosen", "next_best", "vocabulary_head", "largest_chunk", "changes"
+        "recipe", "model", "cluster", "work", "chosen", "next_best", "vocabulary_head", "largest_chunk", "changes",
+        "assumptions"
     }  # fmt: skip
     chosen = result["chosen"]
     by_kind = {name: value for name, value in chosen["memory"].items() if name not in ("total", "phase")}

@@ -6,7 +6,7 @@ Written by docs/hooks/reference.py from the dataclasses of the options. It exist
 from os import PathLike
 from typing import Any, Literal, TypedDict
 
-from embedtrain.api import TrainResult
+from embedtrain.results import TrainResult
 
 
 class LoraGroup(TypedDict, total=False):
@@ -558,7 +558,7 @@ class MineKeywords(TypedDict, total=False):
     seed: int
     """of random choices"""
     negatives: int
-    """maximum per row, including those that it keeps"""
+    """Maximum per row, including those that it keeps. 0 adds none: the rows' own are written with their scores"""
     rank_min: int
     """number of the best qualifying candidates to skip"""
     rank_max: int

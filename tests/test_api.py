@@ -39,7 +39,7 @@ from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 import embedtrain.commands.evaluate
 import embedtrain.commands.mine
 from embedtrain import evaluate, export, filter, load_encoder, mine, plan, search, split, train
-from embedtrain.api import EncoderOptions, Metrics, MineResult, SplitResult, TrainResult, _group
+from embedtrain.api import EncoderOptions, _group
 from embedtrain.cli.in_process import SHARED_WORLD, own_process_state
 from embedtrain.config.commands import COMMANDS
 from embedtrain.config.recipe import DataConfig, Recipe
@@ -48,6 +48,7 @@ from embedtrain.distributed.sharding import compile_blocks
 from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError, TrainingError
+from embedtrain.results import Metrics, MineResult, SplitResult, TrainResult
 from embedtrain.tracking.metrics import read_metrics
 from tests.commands import TORCHRUN
 from tests.conftest import ROOT

@@ -14,6 +14,7 @@ ORDER = (
     "__init__",
     "__main__",
     ("api", "testing"),
+    "results",
     "commands",
     "cli",
     "pipeline",

@@ -49,7 +49,7 @@ Written by docs/hooks/reference.py from the dataclasses of the options. It exist
 from os import PathLike
 from typing import Any, Literal, TypedDict
 
-from embedtrain.api import TrainResult
+from embedtrain.results import TrainResult
 '''
 
 _GENERATED = re.compile(r"(?<=^<!-- options: )([\w.]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)

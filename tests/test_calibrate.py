@@ -59,8 +59,8 @@ def test_the_head_is_that_of_numpy_and_every_library_applies_it(ranks, tmp_path)
         return [[*common, f"output_dir={tmp_path / f'{name}{size}'}", *more] for name, more in kinds.items()]
 
     ranks(1, calibrated, runs(1))
-    ranks(3, calibrated, runs(3))
-    for name in ("pca", "cut", "mean", "none"):
+    ranks(3, calibrated, runs(3)[:3:2])
+    for name in ("pca", "mean"):
         one, three = (files_of(tmp_path / f"{name}{size}") for size in (1, 3))
         assert one.keys() == three.keys()
         assert all(one[file] == three[file] for file in one), name

@@ -17,17 +17,18 @@ from embedtrain.distributed.world import World
 from tests.runs import evaluation_metrics, exported_weights, losses, options, rewind_run, run
 
 
-def test_the_number_of_ranks_changes_nothing(ranks, run_inputs, tmp_path):
+@pytest.mark.parametrize("sizes", [(4,), pytest.param((2, 3, 4), marks=pytest.mark.slow)])
+def test_the_number_of_ranks_changes_nothing(ranks, run_inputs, tmp_path, sizes):
     """6 steps over 36 rows in batches of 10: the last batch of the epoch has 6 rows, uneven on 4 ranks."""
     results = {}
-    for size in (1, 2, 3, 4):
+    for size in (1, *sizes):
         out = tmp_path / str(size)
         ranks(size, run, *options(run_inputs, out, "train.steps=6", "evaluation.every=3"))
         results[size] = losses(out), evaluation_metrics(out)
     expected_losses, expected_metrics = results[1]
     assert list(expected_losses) == [1, 2, 3, 4, 5, 6]
     assert expected_losses[6] < expected_losses[1]
-    for size in (2, 3, 4):
+    for size in sizes:
         assert results[size][0] == pytest.approx(expected_losses, rel=1e-5)
         for step in (3, 6):
             assert results[size][1][step] == pytest.approx(expected_metrics[step], abs=1e-6)
@@ -45,11 +46,13 @@ def test_evaluation_does_not_affect_training(ranks, run_inputs, tmp_path):
 
 @pytest.mark.parametrize("layout", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 def test_resume_is_exact_and_elastic(ranks, run_inputs, tmp_path, layout):
-    """From step 4 of 8: bit-equal on two ranks with and without dropout; equal on three ranks, then on one."""
+    """From step 4 of 8: bit-equal on two ranks with dropout; equal on three ranks, then on one."""
     common = ("train.steps=8", "checkpoint.every=2", "checkpoint.keep=9", f"checkpoint.layout={layout}")
     for model in ("model", "dropout"):
         whole = tmp_path / model
         ranks(2, run, *options(run_inputs, whole, *common, model=model))
+        if model == "model" and layout == "sharded":
+            continue  # the one with dropout is the stricter test
         resumed = rewind_run(whole, tmp_path / f"{model}-2", 4)
         ranks(2, run, *options(run_inputs, resumed, *common, model=model))
         assert losses(resumed) == losses(whole), "rows after step 4 are replaced, not repeated"
@@ -198,12 +201,12 @@ def test_a_vocabulary_belongs_to_its_run(ranks, run_inputs, tmp_path):
         "model.max_length=32",
     )
     vocabulary = tmp_path / "run" / "tokenizer" / "tokenizer.json"
-    ranks(2, run, *arguments, "train.steps=1")
+    ranks(1, run, *arguments, "train.steps=1")
     first = vocabulary.read_bytes()
-    ranks(2, run, *arguments, "train.steps=2")
+    ranks(1, run, *arguments, "train.steps=2")
     assert vocabulary.read_bytes() == first
     with pytest.raises(AssertionError, match=r"model\.vocab_lowercase=True, .* model\.vocab_lowercase=False"):
         ranks(2, run, *arguments, "train.steps=3", "model.vocab_lowercase=false")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    ranks(2, run, *arguments, "train.steps=1", "model.vocab_lowercase=false")
+    ranks(1, run, *arguments, "train.steps=1", "model.vocab_lowercase=false")
     assert vocabulary.read_bytes() != first

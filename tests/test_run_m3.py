@@ -55,8 +55,8 @@ def test_trained_evaluated_exported_resumed_and_searched(ranks, inputs, tmp_path
             assert left.get(name, 0.0) == pytest.approx(right.get(name, 0.0), rel=1e-4)
     measured = {row["set"]: row["ndcg@10"] for row in first if "set" in row}
     assert list(measured) == ROWS
-    resumed = rewind_run(runs[1], tmp_path / "resumed", 2)
-    ranks(2, run, *options(inputs, resumed, *common))
+    resumed = rewind_run(runs[2], tmp_path / "resumed", 2)
+    ranks(1, run, *options(inputs, resumed, *common))
     assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)
 
     model = runs[2] / "model"

@@ -297,8 +297,9 @@ def test_the_padding_side_of_a_decoder_changes_no_score(tmp_path):
     assert torch.equal(*scores)
 
 
-def test_an_embedding_model_gives_its_backbone(ranks, minilm_dir):
-    answers = [answer for size in (1, 2) for answer in ranks(size, scores_of_directory, minilm_dir, Strategy.ddp, 0)]
+@pytest.mark.parametrize("sizes", [(1,), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_an_embedding_model_gives_its_backbone(ranks, minilm_dir, sizes):
+    answers = [answer for size in sizes for answer in ranks(size, scores_of_directory, minilm_dir, Strategy.ddp, 0)]
     scores, notes = answers[0]
     assert all(other == pytest.approx(scores, rel=1e-4, abs=1e-6) for other, _ in answers)
     assert any("embedding model" in note for note in notes)

@@ -197,6 +197,7 @@ def expected_on(machine: str) -> str:
     return page.partition(f"### {machine}\n\n")[2].partition("\n\n")[0]
 
 
+@pytest.mark.quick("One card of 24 GB-models0")
 @pytest.mark.parametrize(
     ("machine", "models"),
     [

@@ -245,6 +245,7 @@ def shrink(name: str, folder: Path) -> Path:
     return folder / "whole"
 
 
+@pytest.mark.quick("e5_mistral_lora")
 @pytest.mark.parametrize("name", slow_but(TRAINED, [*MODELS, *M3]))
 def test_a_small_version_trains(ranks, tmp_path, name):
     """As it is, bf16 and strategy auto included, but for the sizes of model and batch and the number of steps."""

@@ -53,7 +53,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_checkpoints_resuming_and_exports(ranks, workshop, tmp_path):
-    """6 steps on 2 ranks; resumed from step 2 on 2 ranks, from 4 on 3 and from 2 on 1: the same losses and vectors."""
+    """6 steps on 2 ranks; resumed from step 2 on 2 ranks, and from 4 on 1: the same losses and vectors."""
     uninterrupted = tmp_path / "uninterrupted"
     common = (
         "export.check=true",
@@ -74,10 +74,9 @@ def test_checkpoints_resuming_and_exports(ranks, workshop, tmp_path):
     assert losses(again) == expected
     for name in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
         assert (again / "model" / name).read_bytes() == (uninterrupted / "model" / name).read_bytes(), name
-    for size, step in ((3, 4), (1, 2)):
-        resumed = rewind_run(uninterrupted, tmp_path / f"on-{size}", step)
-        ranks(size, run, *options(workshop, resumed, *common))
-        assert losses(resumed) == pytest.approx(expected, rel=1e-5)
+    resumed = rewind_run(uninterrupted, tmp_path / "on-1", 4)
+    ranks(1, run, *options(workshop, resumed, *common))
+    assert losses(resumed) == pytest.approx(expected, rel=1e-5)
 
     model = SentenceTransformer(str(uninterrupted / "model"), device="cpu")
     vectors = model.encode(TEXTS)

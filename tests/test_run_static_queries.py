@@ -47,17 +47,17 @@ def idf() -> torch.Tensor:
 @pytest.mark.parametrize("trained", [pytest.param(False, marks=pytest.mark.slow), True], ids=["frozen", "trained"])
 def test_trained_evaluated_exported_and_resumed(ranks, inputs, tmp_path, trained):
     common = ["checkpoint.every=2", f"model.train_query_weights={trained}", "export.check=true"]
-    runs = {size: tmp_path / str(size) for size in (1, 3)}
+    runs = {size: tmp_path / str(size) for size in (1, 2)}
     for size, output_dir in runs.items():
         ranks(size, run, *options(inputs, output_dir, *common), timeout=280)
-    assert losses(runs[3]) == pytest.approx(losses(runs[1]), rel=1e-4)
+    assert losses(runs[2]) == pytest.approx(losses(runs[1]), rel=1e-4)
     stored = [load_file(output_dir / QUERY_WEIGHTS)["weight"] for output_dir in runs.values()]
     torch.testing.assert_close(*stored, rtol=1e-4, atol=1e-5)
     change = float((stored[0] - idf()).abs().max())
     # Three steps with a learning rate of 1e-3.
     assert 5e-4 < change < 4e-3 if trained else change < 1e-5
-    resumed = rewind_run(runs[3], tmp_path / "resumed", 2)
-    ranks(2, run, *options(inputs, resumed, *common))
+    resumed = rewind_run(runs[2], tmp_path / "resumed", 2)
+    ranks(1, run, *options(inputs, resumed, *common))
     assert losses(resumed) == pytest.approx(losses(runs[1]), rel=1e-4)
     model = SparseEncoder(str(runs[1] / "model"), device="cpu")
     query = text(1, 5)

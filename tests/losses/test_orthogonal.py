@@ -54,6 +54,12 @@ def clustered(sizes: tuple[int, ...], dimension: int) -> GlobalVectors:
     return replace(batch, queries=batch.queries + 0.5, documents=batch.documents + 0.7)
 
 
+@pytest.mark.quick(
+    "sum-from the rows",
+    "mean-from the Gram matrix",
+    "no second moment-from the rows",
+    "no mean term-from the Gram matrix",
+)
 @pytest.mark.parametrize("dimension", [4, 32], ids=["from the Gram matrix", "from the rows"])
 @pytest.mark.parametrize("config", CONFIGS, ids=["mean", "sum", "no mean term", "no second moment"])
 def test_value_and_gradient(ranks, config, dimension):

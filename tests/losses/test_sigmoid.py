@@ -88,6 +88,7 @@ def with_duplicates(*, ids: bool) -> GlobalVectors:
     return replace(batch, document_ids=torch.arange(13) % 6) if ids else batch
 
 
+@pytest.mark.quick("ring-masked-texts", "ring-not masked-ids", "tiled-masked-ids", "tiled-not masked-texts")
 @pytest.mark.parametrize("ids", [False, True], ids=["texts", "ids"])
 @pytest.mark.parametrize("mask", [False, True], ids=["not masked", "masked"])
 @pytest.mark.parametrize("implementation", [Implementation.tiled, Implementation.ring])

@@ -126,6 +126,7 @@ def terms_of(config: BatchTripletConfig, near: list[Tensor], far: list[Tensor]) 
 CLASSES = [0, 1, 0, 2, 1, 0, 7, 2, 0, 1]
 
 
+@pytest.mark.quick("hard-cosine", "hard_soft_margin-euclidean", "semi_hard-cosine", "all-euclidean")
 @pytest.mark.parametrize("distance", slow_but([Distance.cosine, Distance.euclidean], Distance))
 @pytest.mark.parametrize("mining", TripletMining)
 def test_batch_triplet(ranks, mining, distance):

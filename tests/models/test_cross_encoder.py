@@ -213,6 +213,7 @@ def scores_of_directory(world: World, directory: Path, strategy: Strategy, lora:
     return scores[order, 0].tolist(), list(loaded.notes)
 
 
+@pytest.mark.quick("modernbert-fsdp-4")
 @pytest.mark.parametrize(
     ("case", "strategy", "lora"),
     [("bert", Strategy.fsdp, 0), pytest.param("xlm-roberta", Strategy.ddp, 0, marks=pytest.mark.slow),

@@ -164,6 +164,7 @@ def test_code_that_fails_on_the_meta_device_falls_back_to_the_rule_of_thumb():
     assert [type(layer) for layer in layers] == [ValueDependent] * 2
 
 
+@pytest.mark.quick("gemma3_text", "modernbert", "xlm-roberta")
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_the_upper_bound_exceeds_the_measurement(architecture):
     model = spec_of({**small_model(architecture).config}, length=LENGTH)

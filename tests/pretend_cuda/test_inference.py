@@ -23,6 +23,7 @@ def encode(world: World, attention: Attention, unshard: Unshard) -> tuple[Tensor
     return results[0], results[1]
 
 
+@pytest.mark.quick("packed-layer")
 @pytest.mark.parametrize(
     ("attention", "unshard"), [(Attention.packed, Unshard.layer), (Attention.padded, Unshard.model)]
 )

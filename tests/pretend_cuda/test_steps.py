@@ -50,6 +50,7 @@ _QUICK = ("recomputation and offload", "LoRA", "dropout")
 _QUICK_OF_TWO = ((Strategy.fsdp, "plain"), (Strategy.hsdp, "LoRA and offload"))
 
 
+@pytest.mark.quick("LoRA", "recomputation and offload")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _QUICK)) for name in LAYOUTS]
 )

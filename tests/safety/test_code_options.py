@@ -130,6 +130,13 @@ def test_the_file_of_a_pipeline_names_no_code(tmp_path, place, kind, name, optio
 
 
 # A kind that the user names is imported when the stage is composed; tests/extending/test_kind.py names one.
+@pytest.mark.quick(
+    "train-loss.path",
+    "train-model.trust_remote_code",
+    "mine-trust_remote_code",
+    "evaluate-pooling",
+    "merge-trust_remote_code",
+)
 @pytest.mark.parametrize(
     ("kind", "name", "options"), [case for case in CASES if "[" not in case.values[1] and case.values[1] != "kind"]
 )

@@ -152,6 +152,7 @@ def replay_dropout(world: World, model: ModelConfig) -> None:
     assert other.local_loss.item() != pytest.approx(cached, rel=1e-4)
 
 
+@pytest.mark.quick("option")
 @pytest.mark.parametrize(
     "model",
     [small_model("llama", dropout=0.2), replace(small_model("xlm-roberta"), dropout=0.2)],

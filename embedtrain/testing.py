@@ -6,12 +6,14 @@ from embedtrain.testing import check_loss
 check_loss("my_losses:MyLoss", {"margin": 0.1})
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +29,8 @@ from embedtrain.losses.build import build_custom
 from embedtrain.losses.types import BatchInfo, Loss, Origin
 
 _SERVE = "from embedtrain import testing; testing._serve()"
-_TIMEOUT = 120.0  # seconds
+_STARTED = "started"  # a file that exists once all ranks run
+_START_SECONDS, _SECONDS = 600.0, 120.0  # until then, and for what the loss computes afterwards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,47 +179,70 @@ def _run_ranks(job: Mapping[str, Any], size: int) -> list[list[Any]]:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    processes = [
-        subprocess.Popen(  # noqa: S603  (no shell: words stay words)
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                "from embedtrain import testing; testing._serve()",
-                json.dumps(job),
-                str(rank),
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    folder = Path(job["folder"])
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        outputs = [process.communicate(timeout=_TIMEOUT)[0] for process in processes]
+        for rank in range(size):
+            command = [sys.executable, "-P", "-c", _SERVE, json.dumps(job), str(rank)]
+            with (folder / f"{rank}.txt").open("wb") as output:
+                processes.append(
+                    subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
+                )
+        _wait(processes, folder, job["path"])
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-        if process.returncode:
-            raise AssertionError(f"{job['path']} failed on rank {rank}:\n{output[-3000:]}")
-    return [json.loads((Path(job["folder"]) / f"{rank}.json").read_text()) for rank in range(size)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def _wait(processes: Sequence["subprocess.Popen[bytes]"], folder: Path, path: str) -> None:
+    """Until all ranks have ended; an AssertionError about the first one that fails, or that does not end."""
+    limit, started = time.monotonic() + _START_SECONDS, False
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:  # the others fail after it, because it is gone, or wait for it
+                text = (folder / f"{rank}.txt").read_text(encoding="utf-8", errors="replace")
+                raise AssertionError(f"{path} failed on rank {rank}:\n{text[-3000:]}")
+        if None not in codes:
+            return
+        if not started and (folder / _STARTED).exists():
+            limit, started = time.monotonic() + _SECONDS, True
+        if time.monotonic() > limit:
+            seconds = _SECONDS if started else _START_SECONDS
+            raise AssertionError(
+                f"{path} does not end on rank {codes.index(None)} (after {seconds:g} s): ranks that do not call the "
+                "same collectives wait for each other"
+            )
+        time.sleep(0.02)
 
 
 def _serve() -> None:
     """One rank of `check_loss`."""
     job, rank = json.loads(sys.argv[1]), int(sys.argv[2])
+    folder, size = Path(job["folder"]), max(map(len, job["cases"]))
+    batch, path, kwargs = RandomBatch(**job["batch"]), job["path"], job["kwargs"]
+    build_custom(CustomConfig(path=path, kwargs=kwargs), batch.dimension)  # imports: slow on a busy machine
+    with _group(folder / "store", rank, size):
+        pass
+    if rank == 0:
+        (folder / _STARTED).touch()
     results: list[Any] = []
     for number, case in enumerate(job["cases"]):
         if rank >= len(case):
             results.append(None)
             continue
-        store = f"file://{job['folder']}/store-{number}"
-        timeout = timedelta(seconds=_TIMEOUT / 2)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(case), timeout=timeout)
-        results.append(measure(job["path"], job["kwargs"], RandomBatch(**job["batch"]), case[rank]))
-        dist.destroy_process_group()
-    (Path(job["folder"]) / f"{rank}.json").write_text(json.dumps(results))
+        with _group(folder / f"store-{number}", rank, len(case)):
+            results.append(measure(path, kwargs, batch, case[rank]))
+    (folder / f"{rank}.json").write_text(json.dumps(results))
     os._exit(0)  # threads of gloo may abort the end of the interpreter
+
+
+@contextlib.contextmanager
+def _group(store: Path, rank: int, size: int) -> Iterator[None]:
+    limit = timedelta(seconds=_START_SECONDS)  # `_wait` ends ranks that wait for each other
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    yield
+    dist.barrier()  # a rank that leaves earlier ends the others, which may still connect to it
+    dist.destroy_process_group()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embedtrain import evaluate, train
+from embedtrain import evaluate, testing, train
 from embedtrain.config.compose import compose_recipe
 from embedtrain.config.losses import CustomConfig
 from embedtrain.distributed.world import World
@@ -79,6 +79,26 @@ def test_check_detects_losses_that_are_not_exact(ranks, folder):
         check_in_pool(ranks, folder, "tests.losses.test_custom:NoGraph", {}, RandomBatch(), 2)
     with pytest.raises(ValueError, match="__main__:MyLoss"):
         check_loss("__main__:MyLoss")
+
+
+# What ranks do instead of computing a loss, and how long.
+FAILS = "import sys, time; rank = int(sys.argv[2]); time.sleep(99 * (1 - rank)); sys.exit(f'of rank {rank}')"
+WAITS = "import time; time.sleep(99)"
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "error"),
+    [
+        (FAILS, 60.0, r"^my:Loss failed on rank 1:\nof rank 1\n$"),
+        (WAITS, 0.5, r"^my:Loss does not end on rank 0 .*collectives"),
+    ],
+)
+def test_check_names_the_rank_that_fails_or_does_not_end(monkeypatch, code, seconds, error):
+    """The first one that fails, although others wait for it."""
+    monkeypatch.setattr(testing, "_SERVE", code)
+    monkeypatch.setattr(testing, "_START_SECONDS", seconds)
+    with pytest.raises(AssertionError, match=error):
+        check_loss("my:Loss", world_sizes=[2])
 
 
 @pytest.mark.slow

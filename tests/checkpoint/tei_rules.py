@@ -135,6 +135,9 @@ def open_as_tei(directory: Path, pooling: str | None = None, max_batch_tokens: i
         raise TeiError(f"`last_token` is not supported for {kind}")
     if kind == "llama" and config.get("rope_scaling"):
         raise TeiError("rope scaling is not supported for llama")
+    width = config["num_attention_heads"] * (config.get("head_dim") or 0)
+    if kind in ("llama", "mistral") and width not in (0, config["hidden_size"]):
+        raise TeiError(f"shape mismatch of self_attn.q_proj.weight: {width} rows, not {config['hidden_size']}")
     direction = not config["is_causal"] if kind == "qwen2" else config.get("use_bidirectional_attention") or False
     is_bidirectional = direction if kind in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text") else True
     return TeiModel(

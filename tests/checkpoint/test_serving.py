@@ -52,9 +52,15 @@ CASES = {
         "llama", "rope scaling", ("scal",),
         config={"rope_parameters": LLAMA_3 | {"original_max_position_embeddings": 16}},
     ),
+    "llama, other heads": Case("llama", "shape mismatch", ("head_dim",), config={"head_dim": 24}),
+    "llama, biases": Case("llama", "last_token", ("biases of attention",), config={"attention_bias": True}),
     "mistral, bidirectional": Case("mistral", "mean", options={"bidirectional": True, "pooling": Pooling.mean}),
     "qwen2, bidirectional": Case("qwen2", "mean", options={"bidirectional": True, "pooling": Pooling.mean}),
     "modernbert": Case("modernbert", "mean", config={"num_hidden_layers": 4, "layer_types": REGULAR}),
+    "modernbert, biases": Case(
+        "modernbert", "mean", ("biases of layer norms",),
+        config={"num_hidden_layers": 4, "layer_types": REGULAR, "norm_bias": True},
+    ),
     "modernbert, irregular layers": Case(
         "modernbert", "global_attn_every_n_layers", ("regular distance",), config={"layer_types": REGULAR[1::-1]}
     ),

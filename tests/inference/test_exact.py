@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from embedtrain.inference.exact import cosines, norms, pairwise_dot, unit_vectors
+from embedtrain.inference.exact import cosines, norms, pack_keys, pairwise_dot, top_keys, unit_vectors, unpack_keys
 
 
 def sum_of_halves(terms: list[float]) -> float:
@@ -54,3 +54,13 @@ def test_cosines(raw):
     expected = F.cosine_similarity(raw.double(), raw.flip(0).double(), eps=1e-12)
     torch.testing.assert_close(cosines(raw, raw.flip(0)), expected)
     assert cosines(raw, raw)[4] == 0
+
+
+def test_keys_sort_by_score_then_by_priority():
+    """Also negative scores, and 0.0 and -0.0, which are equal: the product of a zero vector is either."""
+    scores = torch.tensor([2.5, -0.0, 0.0, -0.0, -1.5, 2.5, -2.5, math.inf, -math.inf])
+    priorities = torch.arange(len(scores)).flip(0)
+    pairs = sorted(zip(scores.tolist(), priorities.tolist(), strict=True), reverse=True)
+    keys = top_keys(pack_keys(scores, priorities)[None], len(scores))[0]
+    found = [values.tolist() for values in unpack_keys(keys)]
+    assert list(zip(*found, strict=True)) == pairs

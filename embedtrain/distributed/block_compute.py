@@ -177,7 +177,7 @@ def use_fp8(encoder: nn.Module, blocks: Sequence[nn.Module], *, emulate: bool = 
 def _not_in_fp8(name: str, layer: nn.Linear) -> str | None:
     """Why a linear layer of a block does not compute in fp8."""
     if "lora_" in name or not layer.weight.requires_grad:
-        return "LoRA" if "lora_" in name or name.endswith(".base_layer") else "not trained"
+        return "adapter" if "lora_" in name or name.endswith(".base_layer") else "not trained"
     if type(layer) is not nn.Linear:
         return type(layer).__name__
     if layer.in_features % _FP8_MULTIPLE or layer.out_features % _FP8_MULTIPLE:

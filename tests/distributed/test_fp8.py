@@ -125,9 +125,16 @@ def test_a_model_without_such_a_layer_is_refused(ranks):
 
 
 def load_adapters(world: World) -> None:
+    """Adapters are small products beside frozen layers, or none."""
     of = replace(model(), lora=LoraConfig(rank=16))
-    with pytest.raises(ConfigError, match=r"^parallel\.fp8=true: .*base_layer \(LoRA\).*lora_A"):
-        load_model(of, parallel(precision=Precision.bf16, fp8=True), world, seed=3, tokenizer=small_tokenizer())
+    options = parallel(precision=Precision.bf16, fp8=True)
+    with pytest.raises(ConfigError, match=r"^parallel\.fp8=true: .*base_layer \(adapter\).*lora_A"):
+        load_model(of, options, world, seed=3, tokenizer=small_tokenizer())
+    others = {"dora": {"r": 16}, "ia3": {"feedforward_modules": ["q_proj"]}, "vera": {"r": 16}, "oft": {}, "boft": {}}
+    for kind, settings in others.items():
+        of = replace(model(), adapter={"type": kind, "target_modules": ["q_proj", "v_proj"], **settings})
+        with pytest.raises(ConfigError, match=r"^parallel\.fp8=true: .*mlp\.up_proj \(not.*base_layer \(adapter\)"):
+            load_model(of, options, world, seed=3, tokenizer=small_tokenizer())
 
 
 @needs_torchao

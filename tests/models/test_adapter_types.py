@@ -1,7 +1,9 @@
 """Every type of PEFT's adapters: gradients of one process, its files, merged weights, settings and their messages."""
 
+import functools
 import json
 from dataclasses import replace
+from unittest import mock
 
 import peft
 import pytest
@@ -11,8 +13,10 @@ from transformers import AutoModel
 
 from embedtrain.commands.export import compose as compose_export
 from embedtrain.commands.export import run as export
-from embedtrain.config.recipe import LoraConfig, Precision, Recipe, Strategy
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Precision, Recipe, Strategy
 from embedtrain.data.types import Chunk
+from embedtrain.distributed.block_compute import num_graphs
+from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.formats.source import open_model_source
 from embedtrain.models.adapter_types import REFUSED, TYPES, config_class, setting_names
@@ -22,6 +26,7 @@ from embedtrain.planning.model_costs import build_meta_encoder
 from embedtrain.training.rank_batch import ChunkOptions
 from tests.marks import slow_but
 from tests.models.test_adapters import IDS, MASK, plain_gradient, sharded_gradient
+from tests.models.test_fused_kernels import installed
 from tests.runs import losses, rewind_run, run
 from tests.small import parallel, save_small, small_model, write_rows
 
@@ -66,10 +71,10 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("types")
     paths = {name: save_small(small_model(name), folder / name) for name in TARGETS}
 
-    def write(case: str):
+    def write(case: str, **more: object):
         small, path = small_model(ARCHITECTURES[case]), paths[ARCHITECTURES[case]]
         torch.manual_seed(1)
-        adapted = peft.get_peft_model(AutoModel.from_pretrained(path), peft_config(case))
+        adapted = peft.get_peft_model(AutoModel.from_pretrained(path), peft_config(case, **more))
         with torch.no_grad():
             for parameter in adapted.parameters():
                 if parameter.requires_grad:
@@ -113,6 +118,43 @@ def test_bf16(ranks, models, case):
     gradients = torch.cat([answers[0][1][name].double().flatten() for name in expected])
     plain = torch.cat([gradient.flatten() for gradient in expected.values()])
     assert torch.cosine_similarity(gradients, plain, dim=0) > 0.95
+
+
+def gradient_with(world: World, model: ModelConfig, way: str) -> tuple[float, dict[str, torch.Tensor], int]:
+    """The loss, the gradients, and the number of graphs, if blocks are compiled or have fused kernels."""
+    torch._dynamo.reset()
+    options = parallel(Strategy.fsdp, compile=way == "compiled", fused_kernels=way == "fused")
+    compiler = functools.partial(torch.compile, backend="eager")
+    with installed(), mock.patch.object(torch, "compile", compiler):
+        loss, gradients, _ = sharded_gradient(world, model, options, ChunkOptions(40, pass_overhead_tokens=4), 8)
+    graphs = num_graphs()
+    torch._dynamo.reset()
+    return loss, gradients, graphs
+
+
+# Types whose computation dynamo traces, and one whose blocks run eagerly: `parallel.compile` names them.
+TRACED, EAGER = ("lora", "ia3", "vera", "oft", "boft"), "dora"
+# Layers that fused kernels read and write.
+FUSED = ["q_proj", "k_proj", "gate_proj", "up_proj", "down_proj"]
+WAYS = [("fused", case) for case in ("ia3", "oft")]
+WAYS += [pytest.param("fused", case, marks=pytest.mark.slow) for case in ("lora", "dora", "vera", "boft")]
+WAYS += [("compiled", EAGER), *(pytest.param("compiled", case, marks=pytest.mark.slow) for case in TRACED)]
+
+
+@pytest.mark.parametrize(("way", "case"), WAYS)
+def test_gradient_of_compiled_blocks_and_of_fused_kernels(ranks, models, way, case, monkeypatch):
+    monkeypatch.setitem(CASES, "lora", {"r": 3})
+    monkeypatch.setitem(ARCHITECTURES, "lora", "llama")
+    model = models[1](case, target_modules=FUSED)
+    loss, expected = plain_gradient(model, 8)
+    ((found_loss, gradients, graphs),) = ranks(1, gradient_with, model, way, timeout=900)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert (graphs > 0) is (way == "compiled" and case in TRACED)
+    assert gradients.keys() == expected.keys()
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for key, gradient in expected.items():
+        error = (gradients[key].double() - gradient).norm() / max(gradient.norm(), 1e-2 * norm)
+        assert error < 1e-5, key
 
 
 def written_settings(case: str) -> str:
@@ -204,6 +246,36 @@ def test_initial_weights_and_counts_are_those_of_peft(models, case):
         difference = (vectors - plain).abs().max()
         base, changed = (m.eval()(IDS).last_hidden_state for m in (AutoModel.from_pretrained(model.path), adapted))
     assert (difference < 1e-5) == bool((changed - base).abs().max() < 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["lora", "dora", "ia3", "oft", "boft", "vera"])
+def test_two_tasks_share_a_base(ranks, workshop, tmp_path, monkeypatch, case):
+    """The adapters of two runs in one directory, whose vectors are compared with those of the runs."""
+    monkeypatch.setitem(CASES, "lora", {"r": 3})
+    monkeypatch.setitem(ARCHITECTURES, "lora", "llama")
+    for seed in (1, 2):
+        ranks(
+            1, run, f"model.path={workshop / 'llama'}", f"data.train=[{workshop / 'train.jsonl'}]",
+            f"model.adapter={written_settings(case)}", "model.pooling=last", "train.steps=2", "optim.lr=2e-2",
+            "export.check=false", f"seed={seed}", f"output_dir={tmp_path / str(seed)}",
+        )  # fmt: skip
+    options = [f"adapters={{first: {tmp_path / '1'}, second: {tmp_path / '2'}}}", f"output_dir={tmp_path / 'to'}"]
+    refused = {"vera": "VeRA, which transformers cannot load beside others", "dora": "DoRA, whose lengths of rows"}
+    if case in refused:
+        with pytest.raises(ConfigError, match=rf"^adapters\.first=.* trained {refused[case]}.*: export it alone$"):
+            export(compose_export(options))
+        return
+    export(compose_export([*options, "check=true"]))
+    ids = torch.tensor([[0, 4, 5, 6, 2]])
+    vectors = []
+    for name, seed in {"first": 1, "second": 2}.items():
+        model = AutoModel.from_pretrained(tmp_path / "to")
+        model.load_adapter(str(tmp_path / "to" / "adapters" / name))
+        vectors.append(model.eval()(ids).last_hidden_state)
+        merged = AutoModel.from_pretrained(tmp_path / str(seed) / "model").eval()(ids).last_hidden_state
+        torch.testing.assert_close(vectors[-1], merged, rtol=0, atol=1e-4)
+    assert (vectors[0] - vectors[1]).abs().max() > 1e-3
 
 
 def test_every_type_of_peft_is_trained_or_refused():

@@ -343,6 +343,10 @@ def _open_adapter(task: _Task, stack: ExitStack, tolerance: float | None, consol
         raise ConfigError(
             f"{task} trained {describe_kind(config)}, which transformers cannot load beside others: export it alone"
         )
+    if getattr(config, "use_dora", False):  # transformers 5.23 looks for them by another name, and warns
+        raise ConfigError(
+            f"{task} trained DoRA, whose lengths of rows transformers does not load with an adapter: export it alone"
+        )
     reference: ExportReference | None = None
     if tolerance is not None:
         with console.phase(f"encoding probe texts with the adapter {task.name}"):

@@ -368,14 +368,15 @@ def _run(folder: Path, **options: Any) -> None:
     """A run that has ended, of a small random model with the layers and dimensions that pages name."""
     model = small_model("bert")
     model.config |= {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4}
-    save_small(model, folder.parent / "backbone")
-    _beir(folder.parent / "dev")
+    inputs = folder.parent / f"inputs-of-{folder.name}"  # others may be in the same folder
+    save_small(model, inputs / "backbone")
+    _beir(inputs / "dev")
     embedtrain.train(
-        model={"path": str(folder.parent / "backbone"), "pooling": "mean", **options},
+        model={"path": str(inputs / "backbone"), "pooling": "mean", **options},
         data=[{"query": row["query"], "pos": row["pos"]} for row in rows()],
         output_dir=str(folder),
         train={"steps": 5, "global_batch_size": 8},
-        evaluation={"sets": [str(folder.parent / "dev")], "every": 1, "metrics": ["ndcg@10"]},
+        evaluation={"sets": [str(inputs / "dev")], "every": 1, "metrics": ["ndcg@10"]},
         checkpoint={"every": 1, "keep": 5, "best_metric": "dev/ndcg@10"},
         options={"name": "mine", "optim.warmup": 0.1, "export.check": False},
     )

@@ -1,5 +1,7 @@
 """Mined rows are those of the plain definition: several positives, duplicates, ties, equal queries, ids, teachers."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -140,6 +142,8 @@ def test_negatives_of_the_rows_are_scored_by_a_teacher(ranks, folder):
                 assert row["neg_scores"] == pytest.approx(score(row["query"], row["neg"]).tolist(), abs=2e-6)
             num_scored += len(row["neg"])
     assert num_scored >= 6
+    summary = json.loads((folder / "scored" / "summary.json").read_text())
+    assert summary["sources"]["first"]["candidates"] == 0, "the teacher scores nothing that is not written"
 
 
 def test_the_same_bytes_on_any_number_of_ranks(ranks, folder):

@@ -53,7 +53,7 @@ def steps(cuda_ranks):
 
     @cache
     def take(names: tuple[str, ...]) -> list[list[dict[str, Result]]]:
-        return cuda_ranks(2, step_with_each, names, timeout=300)
+        return cuda_ranks(2, step_with_each, names, timeout=580)
 
     others = tuple(name for name in LOSSES if name not in QUICK)
     return lambda name: [(device[name], cpu[name]) for device, cpu in take(QUICK if name in QUICK else others)]

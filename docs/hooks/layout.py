@@ -1,7 +1,8 @@
 """mkdocs hook: tables that can be read on phones, pictures for light and dark pages, and tabs.
 
 Tables of texts become one block per row on narrow screens, where each cell is preceded by the heading of its column.
-Tables of numbers scroll, and their first column stays. `docs/assets/site.css` does the rest.
+Tables of numbers scroll, and their first column stays. Names in their headings and first columns break behind `_` and
+`=`, not within a word. `docs/assets/site.css` does the rest.
 
 An image `NAME.webp` with a `NAME-dark.webp` beside it is replaced by both, of which the page shows one, and by
 `NAME-phone.webp` on narrow screens if there is one. An image leads to itself in full size.
@@ -26,7 +27,12 @@ _IMAGE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<source>[^":]+)"[^>]*/?>
 _TABS = re.compile(r"^<!-- tabs -->\n(?P<content>.*?)^<!-- end tabs -->$", re.MULTILINE | re.DOTALL)
 _TAB = re.compile(r"^\*\*(?P<title>[^*\n]+)\*\*\n(?P<content>.*?)(?=^\*\*[^*\n]+\*\*$|\Z)", re.MULTILINE | re.DOTALL)
 
+_CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
+_JOINT = re.compile(r"(?<=[_=./,:])(?=[\w\[{])|(?<=\w)(?=[\[({])")  # where a name of code may break
+_RANGE = re.compile(r"\((\S+) to (\S+)\)")
+
 LONG_TEXT = 16  # characters: cells of numbers and short names have fewer on average
+LONG_CELL = 24  # characters: such a cell of a table of numbers is a text, and breaks
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
@@ -55,9 +61,29 @@ def _table(content: str) -> str:
         headings = []  # a name and its explanation need no labels
     cells = [_TAG.sub("", match["text"]) for match in _CELL.finditer(content)]
     if not cells or sum(map(len, cells)) < LONG_TEXT * len(cells):
-        return f"<table data-layout='scroll'>{content}</table>"
+        rows = _ROW.sub(lambda row: f"<tr>{_breakable(row['content'])}</tr>", content)
+        return f"<table data-layout='scroll'>{rows}</table>"
     rows = _ROW.sub(lambda row: f"<tr>{_labelled(row['content'], headings)}</tr>", content)
     return f"<table data-layout='stack'>{rows}</table>"
+
+
+def _breakable(row: str) -> str:
+    """The row of a table that scrolls, with names and texts that break at their joints, and intervals that do not."""
+
+    def joints(cell: str) -> str:
+        return _CODE.sub(lambda code: _JOINT.sub("<wbr>", code[0]), cell)
+
+    cells = 0
+
+    def cell(match: re.Match[str]) -> str:
+        nonlocal cells
+        cells += 1
+        text = _RANGE.sub("(\\1&nbsp;to&nbsp;\\2)", match["text"])
+        if cells > 1 and len(_TAG.sub("", text)) <= LONG_CELL:
+            return f"<td{match['attributes']}>{text}</td>"
+        return f'<td{match["attributes"]} class="breaks">{joints(text)}</td>'
+
+    return _CELL.sub(cell, _HEADING.sub(lambda heading: joints(heading[0]), row))
 
 
 def _labelled(row: str, headings: list[str]) -> str:

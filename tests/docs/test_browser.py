@@ -17,7 +17,8 @@ pytestmark = [
 ]
 
 # What a reader of the page sees. `hidden_code`: blocks of code of which the copy button covers a part, also when
-# they are scrolled. `cut`: texts that are wider than a container that does not scroll.
+# they are scrolled. `cut`: texts that are wider than a container that does not scroll. `squeezed`: names that a narrow
+# column breaks into pieces of a few letters. `cut_commands`: commands and rows that a reader has to scroll to the side.
 MEASURE = """(async () => {
   await new Promise(done => setTimeout(done, 100));
   const all = (selector) => [...document.querySelectorAll(selector)];
@@ -33,6 +34,10 @@ MEASURE = """(async () => {
       .map((wrap) => wrap.querySelector("table").dataset.layout),
     cut: all("td, th").filter((cell) => cell.scrollWidth > cell.clientWidth + 4)
       .map((cell) => cell.textContent.slice(0, 60)),
+    squeezed: all(":is(td, th) code").filter((code) => code.getClientRects().length > 2
+      && code.textContent.length / code.getClientRects().length < 5).map((code) => code.textContent),
+    cut_commands: all(":is(.language-bash, .language-json) > pre > code").filter(
+      (code) => code.scrollWidth > code.clientWidth + 1).map((code) => code.textContent.slice(0, 60)),
     tabs: all(".md-tabs__link").filter((link) => link.checkVisibility()).length,
     cut_tabs: all(".md-tabs__list").filter((list) => list.scrollWidth > list.clientWidth).length,
     links_in_sidebar: all(".md-sidebar--primary a.md-nav__link[href]").filter((link) => link.checkVisibility()).length,
@@ -72,6 +77,8 @@ def test_pages_fit_and_follow_the_colors_of_the_system(site, browser, width, dar
         assert seen["width"] <= width, f"{name} overflows"
         assert seen["hidden_code"] == 0, f"{name}: code under the button that copies it"
         assert seen["cut"] == [], f"{name}: texts are cut"
+        assert seen["squeezed"] == [], f"{name}: names of code in columns that are too narrow"
+        assert seen["cut_commands"] == [], f"{name}: commands are cut"
         assert set(seen["wide_tables"]) <= {"scroll"}, f"{name}: tables do not fit"
         assert (sum(seen["background"]) < 200) == dark, name
         assert seen["flat_formulas"] == 0, f"{name}: formulas without height"

@@ -91,6 +91,30 @@ def test_links_and_the_search_work_from_the_disk(site):
     assert index.startswith("var __index = {")
 
 
+def test_no_page_shows_markdown(site):
+    """A list directly below a paragraph is part of it for mkdocs, and a list for GitHub."""
+    left = re.compile(r"\n\s*(?:[-*+]|\d+\.) |\*\*|\]\(|`|^\s*\||^\s*(?:```|!!! )", re.MULTILINE)
+    texts = re.compile(r"<(p|li|td|th|h\d)\b[^>]*>(.*?)</\1>", re.DOTALL)
+    code = re.compile(r"<(pre|code|math|script)\b.*?</\1>", re.DOTALL)
+    for page in sorted(site.rglob("*.html")):
+        article = page.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
+        for _, text in texts.findall(code.sub("", article)):
+            assert left.search(re.sub(r"<[^>]+>", "", text)) is None, f"{page.relative_to(site)}: {text[:300]}"
+
+
+def test_names_and_texts_of_tables_of_numbers_break_where_they_may():
+    hook = load_hook("layout")
+    head = "<thead><tr><th><code>include_prompt=false</code></th><th>ratio</th></tr></thead>"
+    row = (
+        f"<tr><td><code>model.path</code></td><td>2 (1.5 to 3)</td><td>{'ab ' * 12}<code>a_b</code></td><td>1</td></tr>"
+    )
+    table = hook.on_page_content(f"<table>{head}{row}</table>", SimpleNamespace(url="page.html"), None)
+    assert "<th><code>include_<wbr>prompt=<wbr>false</code></th>" in table
+    assert '<td class="breaks"><code>model.<wbr>path</code></td><td>2 (1.5&nbsp;to&nbsp;3)</td>' in table
+    assert table.count('class="breaks"') == 2
+    assert "<code>a_<wbr>b</code></td><td>1</td>" in table
+
+
 def test_tables_and_images_are_prepared_for_narrow_pages_and_colors():
     hook = load_hook("layout")
     pictures = {"assets/run.png", "assets/run-dark.png", "assets/one.svg", "assets/run-phone.png"}

@@ -134,7 +134,9 @@ def _num_gathers(layout: ParallelLayout, chunks: int, cached: int, *, reduce_per
     if layout.shard == 1:
         return 0, 0
     if layout.reshard_after_forward:
-        return (chunks, min(1, cached) + reencoded) if reduce_per_step else (chunks + reencoded, chunks)
+        # The first backward pass, or the encoding before it, gathers them once more than each chunk that is encoded
+        # again: after its forward pass, its weights are resharded, and its backward pass gathers them.
+        return (chunks, 1 + reencoded) if reduce_per_step else (chunks + reencoded, chunks)
     # The weights of the first pass are still there for a chunk that is encoded again before any backward pass.
     return (1, 0) if reduce_per_step else (1 + reencoded - (cached == 0), max(0, cached - 1))
 

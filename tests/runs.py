@@ -59,6 +59,7 @@ def _compose(world: World, arguments: Sequence[str]) -> list[Recipe]:
         except Exception as error:
             composed = error
         store.set(key, pickle.dumps((arguments, composed)))
+    # Only processes of this test write to the store, a file of its own: no pickle of others is read.
     arguments_of_main, composed = pickle.loads(store.get(key))
     if arguments_of_main != arguments:
         return compose_recipes(list(arguments))

@@ -333,7 +333,7 @@ def _failing_index(kind: type, values: Mapping[str, Any]) -> str:
         return ""
     for index, element in enumerate(elements):
         try:
-            OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), escape_interpolations(element)))
+            OmegaConf.to_object(OmegaConf.merge(_structured(kind), escape_interpolations(element)))
         except OmegaConfBaseException:
             return str(index)
     return ""

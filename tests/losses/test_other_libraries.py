@@ -66,7 +66,11 @@ def rows_of_the_table() -> list[tuple[str, str, str]]:
     return re.findall(r"^\| `(\w+Loss)(\(gather_across_devices=True\))?` \|.*\| (exact|[\d.]+) \|$", text, re.MULTILINE)
 
 
-@pytest.mark.skipif(not sentence_transformers.__version__.startswith("6."), reason="the page is about version 6")
+# `make test-newest` may install a version whose losses compute something else than the page says of version 6.
+@pytest.mark.skipif(
+    not sentence_transformers.__version__.startswith("6."),
+    reason="docs/other-libraries.md describes sentence-transformers 6",
+)
 def test_the_gradients_of_sentence_transformers_on_two_ranks(ranks):
     """DDP and FSDP average the gradients of the ranks."""
     table = rows_of_the_table()

@@ -58,4 +58,4 @@ def test_the_time_out_within_steps_is_shorter(ranks):
     waits, _ = ranks(2, wait_for_late_rank, 5.0)
     assert len(waits) == 5
     assert max(waits[1:4]) < 2.5
-    assert 2.5 < waits[4] < 4.5
+    assert 2.5 < waits[4] < 5.0, "it ended before the other rank arrived"

@@ -50,7 +50,7 @@ def exchange_and_fail(world: World) -> list[tuple[str, str]]:
         error_of(world, {0: OSError("disk full"), world.size - 1: DataError("no sheep")}),
         error_of(world, {rank: ValueError(f"sheep {rank}") for rank in range(world.size)}),
     ]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30  # the time-out of the tests' ranks is 60 s
     world.barrier()  # the ranks are still in sync
     return errors
 

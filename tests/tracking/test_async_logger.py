@@ -47,7 +47,7 @@ def release():
     event.set()
 
 
-def opened(create, start=5.0, finish=5.0, abandoned=None):
+def opened(create, start=60.0, finish=60.0, abandoned=None):
     warnings = []
     abandon = (lambda: None) if abandoned is None else (lambda: abandoned.append(True))
     return AsyncLogger(
@@ -97,23 +97,26 @@ def test_a_logger_that_hangs_at_its_start_is_abandoned(release):
     logger, warnings = opened(lambda: release.wait() and RecordingLogger(), start=0.2, abandoned=abandoned)
     logger.step({"step": 1})
     logger.close(False)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     assert warnings == ["it did not start within 0 s, training continues without it (metrics.jsonl has all metrics)"]
     assert abandoned == [True]
 
 
 def test_no_step_waits_for_a_logger_that_hangs(release, monkeypatch):
-    monkeypatch.setattr(loggers, "CALL_TIMEOUT", 0.2)
-    abandoned = []
-    logger, warnings = opened(lambda: RecordingLogger(step=release.wait), abandoned=abandoned)
-    began = time.monotonic()
+    hangs, abandoned = threading.Event(), []
+
+    def hang():
+        hangs.set()
+        release.wait()
+
+    logger, warnings = opened(lambda: RecordingLogger(step=hang), abandoned=abandoned)
     for step in range(1000):
-        logger.step({"step": step})
-    assert time.monotonic() - began < 0.2, "no step waits"
-    time.sleep(0.3)
+        logger.step({"step": step})  # a step that waited would do so for ever
+    assert hangs.wait(60)
+    assert warnings == []
+    monkeypatch.setattr(loggers, "CALL_TIMEOUT", 0.0)
     logger.step({"step": 1000})
     logger.close(False)
-    assert time.monotonic() - began < 2
     assert len(warnings) == 1
     assert "has not answered" in warnings[0]
     assert abandoned == [True]
@@ -133,7 +136,7 @@ def test_a_logger_that_hangs_at_its_end_is_abandoned(release):
     logger, warnings = opened(lambda: RecordingLogger(close=release.wait), finish=0.2, abandoned=abandoned)
     began = time.monotonic()
     logger.close(False)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     assert len(warnings) == 1
     assert "did not finish" in warnings[0]
     assert abandoned == [True]

@@ -212,15 +212,15 @@ def test_an_error_while_making_reaches_the_loop_at_its_step():
 
 
 def test_waiting_is_measured():
-    make, _ = making(slow=0.1)
-    slow = Prefetcher(make, 0, 3)
-    waits = [slow.pop_wait_seconds() for _ in slow]
-    assert waits[0] >= 0.09
-    make, _ = making()
-    fast = Prefetcher(make, 0, 4)
-    for _ in fast:
-        time.sleep(0.05)
-    assert fast.pop_wait_seconds() < 0.15
+    make, built = making(slow=0.5)
+    batches = Prefetcher(make, 0, 2)
+    waits = []
+    for made in batches:
+        waits.append(batches.pop_wait_seconds())
+        while made.step == 0 and len(built) < 2:
+            time.sleep(0.01)
+    assert waits[0] >= 0.49
+    assert waits[1] < 0.49
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])

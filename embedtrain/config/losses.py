@@ -273,7 +273,7 @@ class InfoNCEConfig(LossConfig):
     partition_mode: PartitionMode = PartitionMode.joint
     in_batch_negatives: bool = True  # false: a query's own hard negatives only
     margin: float = option(0.0, at_least=0)  # subtracted from the positive's similarity (Yang et al., 2019)
-    mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
+    mask_duplicates: bool = True  # exclude documents that any row of the data has as a positive of the query
     # exclude negatives more similar than the positive by this margin (may be negative)
     false_negative_margin: float | None = option(None, finite=True)
     # A model directory, Hub id (ID@REVISION) or directory of `embedtrain vectors`; excludes negatives that it finds
@@ -316,7 +316,7 @@ class XTRConfig(LossConfig):
     temperature: float = option(0.05, above=0, hint="0.01 to 0.1 is usual")
     learn_temperature: bool = False  # start from `temperature` and train it
     temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
-    mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
+    mask_duplicates: bool = True  # exclude documents that any row of the data has as a positive of the query
     implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)
 
 
@@ -337,7 +337,7 @@ class M3LossConfig(LossConfig):
     in_batch_negatives: bool = True  # false: a query's own hard negatives only
     kd_loss_type: KDLossType = KDLossType.none  # of a teacher's scores, which all documents of the rows then need
     teacher_temperature: float = option(1.0, above=0, hint="1 is usual")  # the teacher's scores are divided by it
-    mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
+    mask_duplicates: bool = True  # exclude documents that any row of the data has as a positive of the query
     implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)
 
     @property
@@ -360,7 +360,7 @@ class SigLIPConfig(LossConfig):
     # Of a trained temperature; default: [0.01,1], of a model of texts and pictures [0.001,1].
     temperature_bounds: list[float] | None = None
     similarity: Similarity | None = None  # default: the model's
-    mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
+    mask_duplicates: bool = True  # exclude documents that any row of the data has as a positive of the query
     implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)
 
 
@@ -687,7 +687,7 @@ class DistillSimilaritiesConfig(TeacherConfig):
     candidates: CandidateSet = CandidateSet.batch
     # The mean of one softmax each; a row's own pair is a candidate, a query or positive is none of itself.
     directions: list[LossDirection] = field(default_factory=lambda: [LossDirection.query_document])
-    # Leave copies of the row's positive, and further positives of an equal query, out of both softmaxes.
+    # Leave copies of the row's positive, and positives that other rows have of its query, out of both softmaxes.
     mask_duplicates: bool = True
     similarity: Similarity | None = None  # of the student, by default the model's; the teacher's is its own
     implementation: Implementation = option(Implementation.auto, resume=Effect.changes_rounding)

@@ -21,6 +21,7 @@ from embedtrain.config.source_losses import (
 )
 from embedtrain.config.validation import TEXT_ALONE
 from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.known_answers import KnownAnswers, prepare_answers
 from embedtrain.data.cache.row_store import RowStore, read_sources
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all, tokenise_queries
 from embedtrain.data.images.item import item_parts
@@ -40,7 +41,7 @@ from embedtrain.data.sampling.plan import (
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import BatchTokens, GlobalBatch, Tokens, gather_ranges
+from embedtrain.data.types import BatchTokens, GlobalBatch, Tokens, gather_ranges, no_answers
 from embedtrain.errors import ConfigError
 from embedtrain.utils.formatting import format_count
 
@@ -152,7 +153,7 @@ class SelectedTokens:
             self.lengths[of_source] = stores[source].lengths(self._texts[of_source])
             self.keys[of_source] = stores[source].keys[self._texts[of_source]]
 
-    def documents(self, ids: NDArray[np.int64] | None) -> BatchDocuments:
+    def documents(self, ids: NDArray[np.int64] | None, answers: NDArray[np.int64]) -> BatchDocuments:
         """The documents that the rows hold; `ids` are those of `SelectedRows.id_keys`, None if no row has any."""
         num_rows = len(self.num_documents)
         queries, counts = self._texts[:num_rows], np.empty(num_rows, dtype=np.int64)
@@ -168,7 +169,9 @@ class SelectedTokens:
             keys[owners == source] = gather_ranges(self._stores[source].keys, queries[of_source] + 1, counts[of_source])
         rows = np.repeat(np.arange(num_rows), self.num_documents)
         used = first[rows] + self._texts[num_rows:] - queries[rows] - 1
-        return BatchDocuments(query_keys=self.keys[:num_rows], keys=keys, ids=ids, counts=counts, used=used)
+        return BatchDocuments(
+            query_keys=self.keys[:num_rows], keys=keys, ids=ids, counts=counts, used=used, known_answers=answers
+        )
 
     def tokens(self, texts: NDArray[np.int64]) -> Tokens:
         """The tokens of these texts."""
@@ -269,6 +272,7 @@ class TrainData:
     ) -> None:
         self.stores, self.plan, self.settings, self.notes = list(stores), plan, list(settings), notes
         self.tokens: list[TokenStore] | None = None
+        self.answers: KnownAnswers | None = None
         self._tokenizer: TextTokenizer | None = None
 
     def __len__(self) -> int:
@@ -310,6 +314,7 @@ class TrainData:
             for store, settings in zip(self.stores, self.settings, strict=True)
         ]
         self.tokens, self._tokenizer = prepare_all(requests, tokenizer, cache), tokenizer
+        self.answers = prepare_answers(self.stores, self.tokens, cache)
         return [note for request in requests for note in request.notes(tokenizer)]
 
     def batch(self, k: int) -> GlobalBatch:
@@ -334,11 +339,13 @@ class TrainData:
         has_ids = any(self.stores[source].extra_columns & ID_COLUMNS for source in sources)
         tokens: BatchTokens | None = None
         drawn: BatchNegatives | None = None
-        if self.tokens is not None:
+        answers = no_answers()
+        if self.tokens is not None and self.answers is not None:
             tokens = selected = SelectedTokens(self.tokens, planned, selection, positives)
+            answers = self.answers.among(tokens.keys[: len(rows)], tokens.keys[len(rows) :])
             num_drawn = np.array([settings.batch_negatives for settings in self.settings])[planned.sources]
             if num_drawn.any():
-                documents = selected.documents(rows.id_keys() if has_ids else None)
+                documents = selected.documents(rows.id_keys() if has_ids else None, answers)
                 drawn = draw_batch_negatives(documents, num_drawn, self.plan.seed, k)
             if deleted.any():
                 tokens = self._without_words(selected, rows, planned.sources, deleted)
@@ -353,6 +360,7 @@ class TrainData:
             has_loss_columns=any(self.stores[source].extra_columns & LOSS_COLUMNS for source in sources),
             has_ids=has_ids,
             num_batch_negatives=None if drawn is None else drawn.counts,
+            known_answers=answers,
         )
 
     def _without_words(

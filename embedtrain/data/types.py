@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -48,6 +48,11 @@ def gather_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDAr
     indices = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
     selected: NDArray[Any] = values[indices]
     return selected
+
+
+def no_answers() -> NDArray[np.int64]:
+    """The `known_answers` of a batch without any."""
+    return np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -277,6 +282,9 @@ class GlobalBatch:
     has_ids: bool | None = None  # whether a document of any rank may have an id; None: `rows` says it
     # int64 [B], documents of other rows that `tokens` has of each row, after those of `rows`; None: none.
     num_batch_negatives: NDArray[np.int64] | None = None
+    # int64 [E, 2], keys of a query and of a document of the batch that is a positive of it in any row of the data;
+    # those of the drawn positives may be missing.
+    known_answers: NDArray[np.int64] = field(default_factory=no_answers)
 
     def rows_of_rank(self, rank: int, size: int) -> tuple[Example, ...]:
         """The rows of rank `rank` of `size`: every `size`-th row, so that ranks differ by at most one."""

@@ -1,16 +1,16 @@
-"""Candidates that are no negatives of a row: itself, duplicates of its positive, answers to an equal query.
+"""Candidates that are no negatives of a row: itself, and what equals an answer to its query.
 
 The host lists them before the step, since it knows the rows of all ranks; the loss only sets their scores.
 
 N, K: queries and documents of all ranks; M: documents of this rank; c, t: rows and candidates of one tile; E: excluded
-cells, that is, pairs of a row and a candidate.
+cells, that is, pairs of a row and a candidate; A: different pairs of a query and a document that answers it, which are
+the rows' positives and the known answers.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TypeVar
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,8 +21,6 @@ from embedtrain.config.losses import LossDirection
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.types import BatchInfo, GlobalRows, Loss, Prepared
 from embedtrain.utils.formatting import format_count
-
-Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
 QUERY_ANCHORS = (LossDirection.query_document, LossDirection.query_query)
 QUERY_CANDIDATES = (LossDirection.document_query, LossDirection.query_query)
@@ -38,8 +36,8 @@ class Exclusion:
     """Which candidates a loss excludes."""
 
     directions: tuple[LossDirection, ...]  # () if rows are compared with their own documents only
-    # Documents that equal, by text or id, an answer to the row's query or to an equal query; otherwise only the row's
-    # own positive and, for `document_document`, its own documents.
+    # Documents that equal, by text or id, an answer to the row's query, and queries with such an answer; otherwise only
+    # the row's own positive and, for `document_document`, its own documents.
     duplicates: bool
     # `document_query` scores a row's own pair a second time, as the joint softmax of GTE (Li et al., 2023) and of
     # sentence-transformers does.
@@ -73,7 +71,9 @@ class ExcludedCandidates:
     positives: Tensor  # int64 [N], index of each row's positive among all documents
     groups: Tensor  # int64 [N] from 0, equal for equal queries
     text_codes: Tensor  # int64 [K] from 0, equal for equal texts
-    own_answers: Tensor  # int64, this rank's documents that answer their row's query or an equal one, by text
+    answer_groups: Tensor  # int64 [A], ascending
+    answer_codes: Tensor  # int64 [A]
+    own_answers: Tensor  # int64, this rank's documents that answer their row's query, by text
     # By (direction, first candidate). Direction None: a row's own documents. First candidate None: the rows of all
     # ranks with this rank's candidates; else this rank's rows.
     cells: Mapping[tuple[LossDirection | None, int | None], Cells]
@@ -87,8 +87,10 @@ class ExcludedCandidates:
             local_rows=rows.local_rows,
             local_documents=rows.local_documents,
             positives=torch.from_numpy(rows.first_documents),
-            groups=torch.from_numpy(lists.groups),
-            text_codes=torch.from_numpy(lists.codes),
+            groups=torch.from_numpy(lists.texts.groups),
+            text_codes=torch.from_numpy(lists.texts.codes),
+            answer_groups=torch.from_numpy(lists.texts.answer_groups),
+            answer_codes=torch.from_numpy(lists.texts.answer_codes),
             own_answers=torch.from_numpy(lists.own_answers()),
             cells=lists.all_cells(),
         )
@@ -116,6 +118,8 @@ class ExcludedCandidates:
             positives=change(self.positives),
             groups=change(self.groups),
             text_codes=change(self.text_codes),
+            answer_groups=change(self.answer_groups),
+            answer_codes=change(self.answer_codes),
             own_answers=change(self.own_answers),
             cells={
                 key: replace(cells, rows=change(cells.rows), columns=change(cells.columns))
@@ -131,9 +135,11 @@ class ExcludedCandidates:
         if not scores.numel():
             return scores
         cells, start = self._find(direction, first_row, first)
-        for codes in [self.text_codes] * cells.masked + [self.id_codes] * (self.id_codes is not None):
-            assert codes is not None
-            mask = self._mask(direction, codes, first_row, first, scores.shape)
+        relations = [(self.text_codes, self.answer_groups, self.answer_codes)] * cells.masked
+        if self.id_codes is not None:
+            relations.append((self.id_codes, self.groups, self.id_codes[self.positives]))
+        for codes, answer_groups, answer_codes in relations:
+            mask = self._mask(direction, codes, answer_groups, answer_codes, first_row, first, scores.shape)
             if direction is LossDirection.document_query:  # only `cells` exclude a row's own pair
                 mask.diagonal(first_row - first).fill_(False)
             scores = scores.masked_fill_(mask, -torch.inf)
@@ -145,7 +151,7 @@ class ExcludedCandidates:
         return cells.of(start, start + num_rows)
 
     def exclude_answers(self, mask: Tensor, owners: Tensor) -> None:
-        """Set `mask` [M] for this rank's documents that answer their row's query, or an equal one; by text and id."""
+        """Set `mask` [M] for this rank's documents that answer their row's query, by text and id."""
         mask.index_fill_(0, self.own_answers, True)
         if self.id_codes is None or not len(mask):
             return
@@ -161,15 +167,31 @@ class ExcludedCandidates:
             return self.cells[kind, first], first_row - self.local_rows.start
         return self.cells[kind, None], first_row
 
-    def _mask(self, direction: LossDirection, codes: Tensor, first_row: int, first: int, shape: torch.Size) -> Tensor:
+    def _mask(
+        self,
+        direction: LossDirection,
+        codes: Tensor,
+        answer_groups: Tensor,
+        answer_codes: Tensor,
+        first_row: int,
+        first: int,
+        shape: torch.Size,
+    ) -> Tensor:
         """Bool [c, t], true for duplicates. No size depends on the number of duplicates, which the host ignores."""
-        keys, values, candidates = _relation(direction, self.groups, codes, codes[self.positives])
-        row_keys = keys[first_row : first_row + shape[0]]
+        by_code = direction is LossDirection.document_query
+        keys, values = (answer_codes, answer_groups) if by_code else (answer_groups, answer_codes)
+        rows = slice(first_row, first_row + shape[0])
+        row_keys = codes[self.positives[rows]] if by_code else self.groups[rows]
         ordered = row_keys.sort()[0]
         index = torch.searchsorted(ordered, keys).clamp(max=len(ordered) - 1)
         index = torch.where(ordered[index] == keys, index, len(ordered))  # the last row of the table is unused
-        table = torch.zeros(len(ordered) + 1, max(len(keys), len(codes)), dtype=torch.bool, device=keys.device)
+        size = max(len(self.groups), len(codes))
+        table = torch.zeros(len(ordered) + 1, size, dtype=torch.bool, device=keys.device)
         table.index_put_((index, values), torch.ones((), dtype=torch.bool, device=keys.device))
+        if direction is LossDirection.query_query:  # from answers of the row's query to all queries with one of these
+            counts = torch.zeros(len(table), size, dtype=torch.int32, device=keys.device)
+            table = counts.index_add_(1, answer_groups, table.index_select(1, answer_codes).int()) > 0
+        candidates = self.groups if direction in QUERY_CANDIDATES else codes
         table = table.index_select(1, candidates[first : first + shape[1]])
         return table.index_select(0, torch.searchsorted(ordered, row_keys))
 
@@ -189,25 +211,45 @@ class ExcludingLoss(Loss):
         return {exclusion: ExcludedCandidates.build(exclusion, batch_info.rows)}
 
 
+class _Texts:
+    """Numbers of the texts of a batch and of what answers what, with numpy."""
+
+    def __init__(self, rows: GlobalRows) -> None:
+        queries, groups = np.unique(rows.query_keys, return_inverse=True)
+        documents, codes = np.unique(rows.document_keys, return_inverse=True)
+        self.groups, self.codes = groups.astype(np.int64), codes.astype(np.int64)  # [N], [K]
+        self.num_documents = len(documents)  # different ones
+        self.span = max(len(queries), len(documents), 1)
+        has_document = rows.num_documents > 0
+        answers = [self.groups[has_document] * self.span + self.codes[rows.first_documents[has_document]]]
+        if len(rows.known_answers):
+            of_query, answer = rows.known_answers.T
+            # A loss that compares parts of documents has other texts.
+            in_batch = np.isin(of_query, queries) & np.isin(answer, documents)
+            group, code = np.searchsorted(queries, of_query[in_batch]), np.searchsorted(documents, answer[in_batch])
+            answers.append(group * self.span + code)
+        self.answers = np.unique(np.concatenate(answers))  # [A], group * span + code
+        self.answer_groups, self.answer_codes = self.answers // self.span, self.answers % self.span
+
+    def is_answer(self, groups: NDArray[np.int64], codes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether these documents answer these queries."""
+        return np.isin(groups * self.span + codes, self.answers)
+
+
 class _Lists:
     """Lists the excluded cells of a batch with numpy."""
 
     def __init__(self, exclusion: Exclusion, rows: GlobalRows) -> None:
-        self.exclusion, self.rows = exclusion, rows
-        self.groups, self.codes = (
-            np.unique(keys, return_inverse=True)[1].astype(np.int64) for keys in (rows.query_keys, rows.document_keys)
-        )
-        self._pairs = cache(self._unique_pairs)
+        self.exclusion, self.rows, self.texts = exclusion, rows, _Texts(rows)
 
     def own_answers(self) -> NDArray[np.int64]:
-        """This rank's documents that answer their row's query or an equal one; none if the loss does not ask."""
+        """This rank's documents that answer their row's query; none if the loss does not ask."""
         compares_own = not self.exclusion.directions or self.exclusion.own_answers
         if not (self.exclusion.duplicates and compares_own):
             return np.empty(0, dtype=np.int64)
-        span, local = len(self.codes), slice(self.rows.local_documents.start, self.rows.local_documents.stop)
-        owners = np.repeat(np.arange(len(self.groups)), self.rows.num_documents)[local]
-        answers = self.groups * span + self.codes[self.rows.first_documents]
-        return np.flatnonzero(np.isin(self.groups[owners] * span + self.codes[local], answers))
+        local, texts = slice(self.rows.local_documents.start, self.rows.local_documents.stop), self.texts
+        owners = np.repeat(texts.groups, self.rows.num_documents)[local]
+        return np.flatnonzero(texts.is_answer(owners, texts.codes[local]))
 
     def all_cells(self) -> dict[tuple[LossDirection | None, int | None], Cells]:
         """As in `ExcludedCandidates`."""
@@ -221,7 +263,7 @@ class _Lists:
                 cells[kind, first] = self._cells(kind, self.rows.local_rows, first, width)
             if self.exclusion.ring:
                 first, width = _blocks(counts)[self.rows.rank]
-                cells[kind, None] = self._cells(kind, range(len(self.groups)), first, width)
+                cells[kind, None] = self._cells(kind, range(len(self.texts.groups)), first, width)
         return cells
 
     def _cells(self, kind: LossDirection | None, rows: range, first: int, width: int) -> Cells:
@@ -260,34 +302,38 @@ class _Lists:
     def _duplicates(
         self, direction: LossDirection, rows: range, first: int, width: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """Row -> key -> values -> candidates with that code; None if there are too many."""
-        keys, _, candidates = self._relation(direction)
-        pair_keys, pair_values = self._pairs(direction)
+        """Row -> key -> values -> candidates with that value; None if there are too many."""
+        texts, by_code = self.texts, direction is LossDirection.document_query
+        keys = texts.codes[self.rows.first_documents] if by_code else texts.groups
+        answer_keys, answer_values = self._answers_by_code if by_code else (texts.answer_groups, texts.answer_codes)
         limit = int(len(rows) * min(MAX_LISTED * width, MAX_LISTED_PER_ROW)) + len(rows)
-        starts, counts = _occurrences(pair_keys, keys[rows.start : rows.stop])
+        starts, counts = _occurrences(answer_keys, keys[rows.start : rows.stop])
         if counts.sum() > limit:
             return None
         position, index = _expand(starts, counts)
-        order = np.argsort(candidates[first : first + width], kind="stable")
-        starts, counts = _occurrences(candidates[first : first + width][order], pair_values[index])
+        candidates, values = np.arange(width), (texts.groups if by_code else texts.codes)[first : first + width]
+        if direction is LossDirection.query_query:  # a query is a candidate once for each of its answers
+            starts, counts = _occurrences(texts.answer_groups, texts.groups[first : first + width])
+            if counts.sum() > limit + width:
+                return None
+            candidates, values = _expand(starts, counts)
+            values = texts.answer_codes[values]
+        order = np.argsort(values, kind="stable")
+        starts, counts = _occurrences(values[order], answer_values[index])
         if counts.sum() > limit:
             return None
         pair, index = _expand(starts, counts)
-        row, column = position[pair], order[index]
-        if direction is LossDirection.document_query:  # a row's own pair is no duplicate of itself
+        row, column = position[pair], candidates[order[index]]
+        if by_code:  # a row's own pair is no duplicate of itself
             other = row + rows.start != column + first
             row, column = row[other], column[other]
         return row, column
 
-    def _relation(self, direction: LossDirection) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        return _relation(direction, self.groups, self.codes, self.codes[self.rows.first_documents])
-
-    def _unique_pairs(self, direction: LossDirection) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The different pairs of a row's key and value, ascending."""
-        keys, values, _ = self._relation(direction)
-        span = max(len(self.groups), len(self.codes), 1)
-        pairs = np.unique(keys * span + values)
-        return pairs // span, pairs % span
+    @cached_property
+    def _answers_by_code(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The codes of all answers, ascending, and their groups."""
+        order = np.argsort(self.texts.answer_codes, kind="stable")
+        return self.texts.answer_codes[order], self.texts.answer_groups[order]
 
 
 def no_negatives_warning(prepared: Iterable[Hashable], rows: GlobalRows) -> str | None:
@@ -308,32 +354,12 @@ def no_negatives_warning(prepared: Iterable[Hashable], rows: GlobalRows) -> str 
 
 def _has_negative(exclusion: Exclusion, rows: GlobalRows) -> bool:
     """Whether any query has a document that is not excluded: of the batch, or of its own ones without directions."""
-    has_documents = rows.num_documents > 0
-    firsts, queries = rows.first_documents[has_documents], rows.query_keys[has_documents]
     if not exclusion.duplicates:
         return bool(exclusion.directions and len(rows.document_keys) > 1) or bool((rows.num_documents > 1).any())
-    answers = np.unique(np.stack([queries, rows.document_keys[firsts]]), axis=1)  # of each different query
+    texts = _Texts(rows)
     if exclusion.directions:
-        num_answers = np.unique(answers[0], return_counts=True)[1]
-        return bool((num_answers < len(np.unique(rows.document_keys))).any())
-    own = np.unique(np.stack([np.repeat(rows.query_keys, rows.num_documents), rows.document_keys]), axis=1)
-    return bool(own.shape[1] > answers.shape[1])
-
-
-def _relation(
-    direction: LossDirection, groups: Array, codes: Array, positive_codes: Array
-) -> tuple[Array, Array, Array]:
-    """Keys [N] and values [N] of the rows, and codes of the candidates.
-
-    A candidate duplicates an answer to row i if its code is the value of any row that has the key of row i.
-    """
-    match direction:
-        case LossDirection.document_query:
-            return positive_codes, groups, groups
-        case LossDirection.query_query:
-            return groups, positive_codes, positive_codes
-        case _:
-            return groups, positive_codes, codes
+        return bool((np.unique(texts.answer_groups, return_counts=True)[1] < texts.num_documents).any())
+    return not texts.is_answer(np.repeat(texts.groups, rows.num_documents), texts.codes).all()
 
 
 def _blocks(counts: list[int]) -> list[tuple[int, int]]:

@@ -76,6 +76,8 @@ class GlobalRows:
     num_documents: NDArray[np.int64]  # [N], of each row
     query_keys: NDArray[np.int64]  # [N], as in `BatchInfo`
     document_keys: NDArray[np.int64]  # [K]
+    # [E, 2], keys of a query and of a document that answers it, besides those of the rows' positives.
+    known_answers: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
     sizes: tuple[Sizes, ...] = (Sizes(),)  # of each part
 
     @cached_property

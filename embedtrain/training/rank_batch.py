@@ -221,7 +221,7 @@ def make_rank_batch(
     chunks, exchanges, plan = _encode_plan(inputs, rank, size, tokenizer, chunk_options)
     rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides or stored_guides else None
     compared = inputs.compared(tokens)
-    global_rows = _global_rows(compared, inputs, rank, size)
+    global_rows = _global_rows(compared, inputs, batch.known_answers, rank, size)
     row_sources = None if batch.row_sources is None else RowSources.of(batch.row_sources, rank, size)
     has_ids = batch.has_ids
     if has_ids is None:
@@ -253,7 +253,9 @@ def make_rank_batch(
     )
 
 
-def _global_rows(texts: ComparedTexts, inputs: EncoderInputs, rank: int, size: int) -> GlobalRows:
+def _global_rows(
+    texts: ComparedTexts, inputs: EncoderInputs, known_answers: NDArray[np.int64], rank: int, size: int
+) -> GlobalRows:
     """What the texts say about the rows of all ranks, those of rank 0 first."""
     # Row r is on rank r % size, as in `GlobalBatch.rows_of_rank`.
     num_rows, ranks = len(texts.num_documents), np.arange(len(texts.num_documents)) % size
@@ -264,6 +266,7 @@ def _global_rows(texts: ComparedTexts, inputs: EncoderInputs, rank: int, size: i
         num_documents=texts.num_documents[queries].astype(np.int64),
         query_keys=texts.keys[:num_rows][queries],
         document_keys=texts.keys[num_rows:][documents],
+        known_answers=known_answers,
         sizes=tuple(
             Sizes()
             if sizes is None

@@ -11,6 +11,7 @@ without rows. Its value and its gradients at every vector and every parameter of
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,6 +39,7 @@ class GlobalVectors:
     scores: Tensor | None = None  # [K]
     labels: Tensor | None = None  # [N]
     guides: dict[str, Guide] = field(default_factory=dict)
+    known_answers: tuple[tuple[int, int], ...] = ()  # keys of a query and of a document that answers it
 
     def documents_of(self, row: int) -> list[int]:
         """Indices of the documents of row `row`."""
@@ -67,6 +69,13 @@ class GlobalVectors:
         )
         queries = take(self.queries, rows) if len(self.queries) else self.queries.clone()
         return queries.to(dtype), take(self.documents, indices).to(dtype), batch_info
+
+
+def complete(batch: GlobalVectors, batch_info: BatchInfo) -> BatchInfo:
+    """With the rows of all ranks and the known answers, which the trainer reads in the data. A collective."""
+    batch_info = batch_info.complete()
+    known = np.array(batch.known_answers, dtype=np.int64).reshape(-1, 2)
+    return replace(batch_info, global_rows=replace(batch_info.rows, known_answers=known))
 
 
 def vectors(
@@ -129,7 +138,7 @@ def run(
     rows = rows_of_rank[world.rank]
     queries, documents, batch_info = batch.of_rank(rows, dtype)
     queries.requires_grad_(), documents.requires_grad_()
-    output = loss(queries, documents, batch_info)
+    output = loss(queries, documents, complete(batch, batch_info))
     output.local_loss.backward()
     if output.row_losses is not None:  # of the rows that this distribution gives to the rank, down to one
         assert output.row_losses.shape == (len(rows),)

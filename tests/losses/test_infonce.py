@@ -26,7 +26,7 @@ from embedtrain.losses.excluded import Exclusion, no_negatives_warning
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
 from embedtrain.losses.sentence_transformers import PlaceholderModel, placeholder_tokenizer
 from embedtrain.losses.types import BatchInfo, Counts, GlobalRows, Guide, Sizes
-from tests.losses.global_batch import Case, GlobalVectors, check, check_all, vectors
+from tests.losses.global_batch import Case, GlobalVectors, check, check_all, complete, vectors
 from tests.losses.reference_loss import PrecomputedVectors
 from tests.marks import slow_but
 
@@ -55,9 +55,13 @@ def textbook(options: InfoNCEConfig):
         def same(a: int, b: int) -> bool:
             return any(bool(keys[a] == keys[b]) for keys in equal)
 
+        def answers_of(row: int) -> list[int]:
+            alike = [answers[other] for other, key in enumerate(batch.query_keys) if key == batch.query_keys[row]]
+            known = {answer for query, answer in batch.known_answers if query == batch.query_keys[row]}
+            return [*alike, *(number for number, key in enumerate(batch.document_keys.tolist()) if key in known)]
+
         def answers_query(document: int, row: int) -> bool:
-            alike = [other for other in range(len(answers)) if batch.query_keys[other] == batch.query_keys[row]]
-            return any(same(document, answers[other]) for other in alike)
+            return any(same(document, answer) for answer in answers_of(row))
 
         def negatives(direction: LossDirection, row: int) -> list[Tensor]:
             """The scores of the negatives of a row."""
@@ -75,7 +79,7 @@ def textbook(options: InfoNCEConfig):
                 duplicate = {
                     LossDirection.query_document: lambda j=j: answers_query(j, row),
                     LossDirection.document_document: lambda j=j: answers_query(j, row),
-                    LossDirection.query_query: lambda j=j: answers_query(answers[j], row),
+                    LossDirection.query_query: lambda j=j: any(answers_query(answer, row) for answer in answers_of(j)),
                     LossDirection.document_query: lambda j=j: j != row and answers_query(answers[row], j),
                 }[direction]()
                 if is_self or (options.mask_duplicates and duplicate):
@@ -150,6 +154,14 @@ def with_ids() -> GlobalVectors:
     return replace(batch, document_ids=ids)
 
 
+def known_answers() -> GlobalVectors:
+    """Also with answers from elsewhere in the data: own and other documents, two queries that share one, no others."""
+    query, document = 1000, 5000
+    known = ((query + 1, 2), (query + 1, 6), (query + 6, 6), (query + 6, 9), (query, 11), (query + 3, 4))
+    pairs = tuple((key, document + number) for key, number in known)
+    return replace(duplicates(), known_answers=(*pairs, (77, document), (query, 99)))
+
+
 PROBLEMS = {
     "plain": ((1,) * 7, {}),
     "hard negatives": (SIZES, {}),
@@ -159,6 +171,8 @@ PROBLEMS = {
     "duplicates": (duplicates(), {}),
     "duplicates, not masked": (duplicates(), {"mask_duplicates": False}),
     "duplicates, all directions": (duplicates(), {"directions": ALL_DIRECTIONS}),
+    "known answers": (known_answers(), {"directions": ALL_DIRECTIONS}),
+    "known answers, not masked": (known_answers(), {"mask_duplicates": False}),
     "ids": (with_ids(), {"directions": ALL_DIRECTIONS}),
     "symmetric": (
         SIZES,
@@ -216,7 +230,7 @@ PROBLEMS = {
 
 # The others change one option of these.
 QUICK = (
-    *("hard negatives", "dot", "duplicates, all directions", "ids", "symmetric", "guide, relative margin"),
+    *("hard negatives", "dot", "known answers", "ids", "symmetric", "guide, relative margin"),
     *("hardness of all", "focal", "trained temperature", "fewer rows than ranks", "all negatives excluded"),
 )
 
@@ -234,7 +248,7 @@ def test_textbook(ranks, name):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_distribution_of_rows(ranks, implementation):
     chosen = config(implementation=implementation, directions=ALL_DIRECTIONS, learn_temperature=True)
-    check(ranks, chosen, duplicates(), textbook(chosen))
+    check(ranks, chosen, known_answers(), textbook(chosen))
 
 
 @pytest.mark.parametrize(
@@ -282,14 +296,14 @@ def test_height_of_tiles(ranks, implementation):
 
 def lists_and_masks(world: World, implementation: Implementation) -> None:
     """Listing and masking excluded candidates give the same result."""
-    batch, rows = duplicates(), list(range(world.rank, len(SIZES), world.size))
+    batch, rows = known_answers(), list(range(world.rank, len(SIZES), world.size))
     local_batch, default = batch.of_rank(rows, torch.float64), excluded.MAX_LISTED
     answers = []
     for limit in (default, 1e9, -1e9):
         excluded.MAX_LISTED = limit
         queries, documents = (vectors_.clone().requires_grad_() for vectors_ in local_batch[:2])
         output = InfoNCE(config(implementation=implementation, directions=ALL_DIRECTIONS))(
-            queries, documents, local_batch[2]
+            queries, documents, complete(batch, local_batch[2])
         )
         output.local_loss.backward()
         answers.append((output.local_loss.detach(), queries.grad, documents.grad))

@@ -399,6 +399,7 @@ class BatchDocuments:
     ids: NDArray[np.int64] | None  # [E], equal exactly where two ids are equal, -1 without one; None if there are none
     counts: NDArray[np.int64]  # [B], documents that each row holds, with those that the batch does not use
     used: NDArray[np.int64]  # [K], the documents that the batch uses, among the E
+    known_answers: NDArray[np.int64]  # [n, 2], as `GlobalBatch` has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,14 +415,15 @@ def draw_batch_negatives(batch: BatchDocuments, limits: NDArray[np.int64], seed:
 
     A function of the seed, the step and the batch. Documents that are equal by text or id are one document. Not drawn
     for a row: the documents that it holds itself or that a row with an equal query holds, whether the batch uses them
-    or not, and its query, where that is a document of another row. A row for which too few documents remain gets those.
+    or not, the known answers to its query, and its query, where that is a document of another row. A row for which too
+    few documents remain gets those.
     """
     num_rows, candidates = len(limits), _distinct(batch)
     number = len(candidates)
     if number == 0:
         return BatchNegatives(np.empty(0, dtype=np.int64), np.zeros(num_rows, dtype=np.int64))
-    _, groups = np.unique(batch.query_keys, return_inverse=True)
-    excluded = _excluded(batch, candidates, groups)
+    queries, groups = np.unique(batch.query_keys, return_inverse=True)
+    excluded = _excluded(batch, candidates, groups, queries)
     num_excluded = np.bincount(excluded // number, minlength=num_rows)  # of each group
     first_excluded = np.cumsum(num_excluded) - num_excluded
     num_allowed = (number - num_excluded)[groups]
@@ -450,15 +452,19 @@ def _distinct(batch: BatchDocuments) -> NDArray[np.int64]:
     return first[is_first]
 
 
-def _excluded(batch: BatchDocuments, candidates: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
+def _excluded(
+    batch: BatchDocuments, candidates: NDArray[np.int64], groups: NDArray[np.int64], queries: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Which candidates no row of a group gets: ascending numbers group * candidates + candidate.
 
-    `groups` [B] are numbers from 0, equal for rows with equal queries.
+    `groups` [B] are numbers from 0, equal for rows with equal queries, whose keys are `queries`.
     """
     owners = np.repeat(groups, batch.counts)
     # A row's query is excluded as well.
     cells = [_cells(batch.keys[batch.used][candidates], groups, batch.query_keys)]
     cells.append(_cells(batch.keys[batch.used][candidates], owners, batch.keys))
+    of_query, answers = batch.known_answers.T
+    cells.append(_cells(batch.keys[batch.used][candidates], np.searchsorted(queries, of_query), answers))
     if batch.ids is not None:
         has_id = batch.ids >= 0
         cells.append(_cells(batch.ids[batch.used][candidates], owners[has_id], batch.ids[has_id]))

@@ -1,6 +1,7 @@
 """Documents of other rows as negatives: which may be drawn, how many, and how often."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
     return rows
 
 
-def documents_of(rows: list[Row]) -> BatchDocuments:
-    """The same as arrays of keys."""
+def documents_of(rows: list[Row], known: Sequence[tuple[str, str]] = ()) -> BatchDocuments:
+    """The same as arrays of keys; `known` are queries and documents that answer them in other rows."""
     keys = {text: number * 7919 % 1009 for number, text in enumerate(f"t{i}" for i in range(24))}
     held = [document for _, documents, _ in rows for document in documents]
     starts = np.cumsum([0, *(len(documents) for _, documents, _ in rows)])
@@ -37,12 +38,17 @@ def documents_of(rows: list[Row]) -> BatchDocuments:
         used=np.array(
             [start + index for start, (_, _, used) in zip(starts, rows, strict=False) for index in used], dtype=np.int64
         ),
+        known_answers=np.array(
+            [(keys[query], keys[text]) for query, text in known if query in {row[0] for row in rows}], dtype=np.int64
+        ).reshape(-1, 2),
     )
 
 
-def drawn(rows: list[Row], limits: list[int], *, seed: int = 5, step: int = 0) -> list[list[tuple[str, str]]]:
+def drawn(
+    rows: list[Row], limits: list[int], *, seed: int = 5, step: int = 0, known: Sequence[tuple[str, str]] = ()
+) -> list[list[tuple[str, str]]]:
     """The documents that each row gets."""
-    negatives = draw_batch_negatives(documents_of(rows), np.array(limits), seed, step)
+    negatives = draw_batch_negatives(documents_of(rows, known), np.array(limits), seed, step)
     used = [documents[index] for _, documents, indices in rows for index in indices]
     ends = np.cumsum(negatives.counts)[:-1]
     return [[used[index] for index in part.tolist()] for part in np.split(negatives.documents, ends)]
@@ -64,8 +70,12 @@ def test_what_a_row_may_get_and_how_much(seed):
         # As many as there are; documents that are equal by text in one row and by id in another count less.
         assert len(negatives) == limit or len(negatives) >= min(limit, len({text for text, _ in allowed}) - 6)
     without_ids: list[Row] = [(query, [(text, "") for text, _ in held], indices) for query, held, indices in rows]
-    for (query, _, _), limit, negatives in zip(without_ids, limits, drawn(without_ids, limits), strict=True):
+    known = [(f"t{i}", f"t{(i + seed) % 24}") for i in range(14)]
+    of_known = drawn(without_ids, limits, known=known)
+    for (query, _, _), limit, negatives in zip(without_ids, limits, of_known, strict=True):
         texts = {query} | {text for other, held, _ in rows if other == query for text, _ in held}
+        texts |= {text for other, text in known if other == query}
+        assert not texts & {text for text, _ in negatives}
         assert len(negatives) == min(limit, len({text for text, _ in used} - texts))
 
 

@@ -59,7 +59,8 @@ def included(batch: GlobalVectors, config: DistillSimilaritiesConfig, direction:
         case LossDirection.document_query:
             return [q for q in range(num_rows) if q == row or not answers(q, positives[row])]
         case LossDirection.query_query:
-            return [q for q in range(num_rows) if q != row and not answers(row, positives[q])]
+            of_query = [[p for o, p in enumerate(positives) if batch.query_keys[o] == key] for key in batch.query_keys]
+            return [q for q in range(num_rows) if q != row and not any(answers(row, p) for p in of_query[q])]
         case _:
             return [d for d in range(sum(batch.sizes)) if d not in own and not answers(row, d)]
 

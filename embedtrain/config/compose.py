@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import yaml
-from hydra import compose, initialize, initialize_config_dir
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -35,6 +35,7 @@ from embedtrain.config.hydra_files import (
     check_num_jobs,
     choices,
     folder,
+    initialize_without_files,
     limited_files,
     limited_interpolations,
     load_yaml,
@@ -382,9 +383,7 @@ def _compose(
         # Without groups `model=DIR` is a value and not a file of configs/model.
         configs = folder("configs")
         with (
-            initialize_config_dir(str(configs), version_base="1.3")
-            if kind is Recipe
-            else initialize(None, version_base="1.3"),
+            initialize_config_dir(str(configs), version_base="1.3") if kind is Recipe else initialize_without_files(),
             limited_files(configs, directory, without="loss" if without_loss else None),
             limited_interpolations(),
             uncopied_store(),

@@ -16,8 +16,12 @@ from typing import Any
 import hydra
 import omegaconf._utils
 import yaml
+from hydra import initialize_config_dir, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.initialize import get_gh_backup
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.base import Container
 from omegaconf.basecontainer import BaseContainer
@@ -192,6 +196,15 @@ def own_hydra_state() -> Iterator[None]:
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
     """A copy of a group of Hydra's store with the same schemas, which nobody changes: Hydra copies what it loads."""
     return {name: _copied(item) if isinstance(item, dict) else item for name, item in group.items()}
+
+
+class initialize_without_files(initialize_config_dir):  # noqa: N801  (as Hydra names these)
+    """As `hydra.initialize(None)`, which reads the source of all callers to find their folder, and then uses none."""
+
+    def __init__(self) -> None:
+        self._gh_backup = get_gh_backup()
+        version.setbase("1.3")
+        Hydra.create_main_hydra2("app", create_config_search_path(None))
 
 
 @contextmanager

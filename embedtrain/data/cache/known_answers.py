@@ -21,6 +21,7 @@ from embedtrain.data.cache.cache import (
     is_complete,
     json_digest,
     map_array,
+    write_array,
 )
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
@@ -76,20 +77,11 @@ def prepare_answers(rows: Sequence[RowStore], tokens: Sequence[TokenStore], cach
         DataError: the cache cannot be written, or was cleaned up during the build.
     """
     directory = cache.directory / f"answers-{json_digest([FORMAT, [store.content for store in rows]])}"
-    was_complete = is_complete(directory)
-    if not was_complete:
-        build(
-            [
-                Build(
-                    directory,
-                    dict,
-                    partial(_write, rows, tokens),
-                    progress=partial(cache.progress, "listing queries with several positives"),
-                )
-            ]
-        )
-    else:
+    if is_complete(directory):
         cache.verification.add(directory)
+    else:
+        progress = partial(cache.progress, "listing queries with several positives")
+        build([Build(directory, dict, partial(_write, rows, tokens), progress=progress)])
     allow_open_files(len(_FILES))
     try:
         return KnownAnswers(*(map_array(directory / JOINED / f"{name}.bin", np.int64) for name in _FILES))
@@ -103,7 +95,7 @@ def prepare_answers(rows: Sequence[RowStore], tokens: Sequence[TokenStore], cach
 def _write(rows: Sequence[RowStore], tokens: Sequence[TokenStore], path: Path) -> None:
     """Write the arrays of `KnownAnswers` to a folder."""
     path.mkdir()
-    total, lengths = 0, list[NDArray[np.int64]]()
+    lengths = [np.empty(0, dtype=np.int64)]
     with (path / "queries.bin").open("wb") as queries, (path / "documents.bin").open("wb") as documents:
         for pairs in _blocks(rows, tokens):
             different, starts = np.unique(pairs[:, 0], return_index=True)
@@ -113,10 +105,7 @@ def _write(rows: Sequence[RowStore], tokens: Sequence[TokenStore], path: Path) -
             kept = np.ascontiguousarray(pairs[np.repeat(several, counts), 1])
             documents.write(kept.data.cast("B") if len(kept) else b"")
             lengths.append(counts[several])
-            total += len(kept)
-    starts = np.concatenate([[0], np.cumsum(np.concatenate([*lengths, np.empty(0, dtype=np.int64)]))])
-    (path / "starts.bin").write_bytes(starts.astype(np.int64).tobytes())
-    assert starts[-1] == total
+    write_array(path / "starts.bin", np.concatenate([[0], np.cumsum(np.concatenate(lengths))]))
 
 
 def _blocks(rows: Sequence[RowStore], tokens: Sequence[TokenStore]) -> Iterator[NDArray[np.int64]]:
